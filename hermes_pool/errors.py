@@ -1,0 +1,183 @@
+"""Every error that leaves the pool. One root, and each class is one thing that a caller can act on.
+
+All of them say what happened, to which conversation, and what to do. None of an edge's own exceptions (psutil,
+SQLAlchemy, asyncio) ever reaches a caller.
+"""
+
+from collections.abc import Sequence
+
+
+class HermesPoolError(Exception):
+    """Root of all errors of this library.
+
+    ``conversation_id`` is the conversation that it happened to, where there is one. ``retryable`` says whether the same
+    call may succeed later without anybody mending anything.
+    """
+
+    retryable = False
+
+    def __init__(self, message: str, *, conversation_id: str | None = None) -> None:
+        where = f"conversation {_shown(conversation_id)}: " if conversation_id is not None else ""
+        super().__init__(where + message)
+        self.conversation_id = conversation_id
+
+
+def _shown(conversation_id: str) -> str:
+    return repr(conversation_id if len(conversation_id) <= 80 else conversation_id[:77] + "...")
+
+
+# --- the call itself is wrong, or comes at the wrong time ---------------------------------------------------------------
+
+
+class SettingsError(HermesPoolError, ValueError):
+    """A setting, or two together, make no sense; raised before anything is started."""
+
+
+class InvalidKeyError(HermesPoolError, ValueError):
+    """A conversation or user id that cannot be one."""
+
+
+class MessageTooLargeError(HermesPoolError, ValueError):
+    """The message is over ``frame_bytes_max``; it was not sent and the conversation is as before."""
+
+
+class PoolClosedError(HermesPoolError):
+    """The pool is closing or closed, or was never opened."""
+
+
+class ConversationBusyError(HermesPoolError):
+    """Another turn of this conversation runs (``busy="reject"``), or too many wait, or the wait took too long."""
+
+    retryable = True
+
+
+class PoolFullError(HermesPoolError):
+    """As many workers as allowed run, each with a turn: none can make room."""
+
+    retryable = True
+
+
+# --- a worker cannot be had ---------------------------------------------------------------------------------------------
+
+
+class WorkerStartError(HermesPoolError):
+    """No worker could be started. ``step`` is the one that failed: ``launch``, ``hello`` or ``open``."""
+
+    retryable = True
+
+    def __init__(
+        self, message: str, *, step: str, conversation_id: str | None = None, stderr_tail: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message + _quoted(stderr_tail), conversation_id=conversation_id)
+        self.step = step
+        self.stderr_tail = tuple(stderr_tail)
+
+
+class WorkerUnusableError(WorkerStartError):
+    """No worker will ever start like this: a missing interpreter, package, folder or setting. Never tried again."""
+
+    retryable = False
+
+
+class WorkerStartTimeoutError(WorkerStartError):
+    """The worker was not ready within ``start_timeout_s``."""
+
+
+# --- a turn ended without a reply ---------------------------------------------------------------------------------------
+
+
+class TurnError(HermesPoolError):
+    """A turn ended without a reply. The conversation's history is as it was before, and its next message works."""
+
+
+class AgentFailedError(TurnError):
+    """The agent reported that it could not answer (a provider's error, say). ``reason`` is a short word for programs."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, reason: str, conversation_id: str | None = None) -> None:
+        super().__init__(f"the agent failed ({reason}): {message}", conversation_id=conversation_id)
+        self.reason = reason
+
+
+class WorkerCrashedError(TurnError):
+    """The worker died in this turn, and so did the one that took over.
+
+    ``exit`` is the last death in words, ``returncode`` its status (negative: the signal; ``None``: unknown), and
+    ``stderr_tail`` the last lines that the worker wrote.
+    """
+
+    retryable = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        exit: str,  # noqa: A002 - the word that people look for
+        returncode: int | None,
+        conversation_id: str | None = None,
+        stderr_tail: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message + _quoted(stderr_tail), conversation_id=conversation_id)
+        self.exit = exit
+        self.returncode = returncode
+        self.stderr_tail = tuple(stderr_tail)
+
+
+class TurnInterruptedError(WorkerCrashedError):
+    """The worker died after a tool had started: the turn was not repeated, since its effect may have happened.
+
+    ``tools`` are the names of those that may have acted.
+    """
+
+    retryable = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tools: Sequence[str],
+        exit: str,  # noqa: A002 - as above
+        returncode: int | None,
+        conversation_id: str | None = None,
+        stderr_tail: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            message, exit=exit, returncode=returncode, conversation_id=conversation_id, stderr_tail=stderr_tail
+        )
+        self.tools = tuple(tools)
+
+
+class TurnTimeoutError(TurnError):
+    """The turn ran too long. ``limit`` is the setting that ended it: ``turn_timeout_s`` or ``progress_timeout_s``."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, limit: str, conversation_id: str | None = None) -> None:
+        super().__init__(message, conversation_id=conversation_id)
+        self.limit = limit
+
+
+class TurnCancelledError(TurnError):
+    """The conversation was stopped, or the pool closed, while this turn ran or waited."""
+
+
+# --- the store ----------------------------------------------------------------------------------------------------------
+
+
+class StoreError(HermesPoolError):
+    """The database did not answer in time, or refused. A turn that runs is never failed by it."""
+
+    retryable = True
+
+
+class StateNotWritableError(StoreError):
+    """This conversation's ``agent_state`` cannot take ours without a loss: it is no JSON object, or has no row."""
+
+    retryable = False
+
+
+def _quoted(stderr_tail: Sequence[str]) -> str:
+    if not stderr_tail:
+        return ""
+    return "; its last lines on stderr:\n" + "\n".join(f"    {line}" for line in stderr_tail)

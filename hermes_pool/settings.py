@@ -1,0 +1,171 @@
+"""The settings of a pool, and the key of a session: plain frozen values, checked when they are made."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hermes_pool.errors import InvalidKeyError, SettingsError
+
+ID_CHARS_MAX = 512
+"""Longest conversation or user id. Ids are names (a UUID has 36); a megabyte of one is a mistake somewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """What a session is bound to: a conversation, or one user's part of it.
+
+    ``InvalidKeyError`` for an id that is empty, over 512 characters, or holds what a database cannot store (NUL, half
+    a surrogate pair). Anything else is a fine id: no id is ever used as a path, an argument or a variable.
+    """
+
+    conversation_id: str
+    user_id: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check both ids."""
+        _check_id("conversation id", self.conversation_id)
+        if self.user_id is not None:
+            _check_id("user id", self.user_id)
+
+
+def _check_id(what: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidKeyError(f"a {what} is text, not {type(value).__name__}: convert it first")
+    if not value:
+        raise InvalidKeyError(f"a {what} cannot be empty")
+    if len(value) > ID_CHARS_MAX:
+        raise InvalidKeyError(f"a {what} of {len(value):,} characters is too long; at most {ID_CHARS_MAX} are allowed")
+    if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        raise InvalidKeyError(f"the {what} {value[:80]!r} holds NUL or half a surrogate pair; no database can store it")
+
+
+def _default_state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "hermes-pool"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSettings:
+    """How a pool runs. Every field has a default; the unit is the last word of its name (``_s`` is seconds).
+
+    ``SettingsError`` for a value, or a pair of values, that makes no sense.
+    """
+
+    agent: str = "hermes"
+    """Who answers: ``hermes``, ``echo`` (no model, no Hermes; for tests and a first try) or ``package.module:factory``
+    (see ``hermes_pool_worker.agent``)."""
+    agent_paths: tuple[str, ...] = ()
+    """Folders added to the worker's import path, for an agent of your own."""
+    agent_options: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to the agent when it opens: built-in types only. Those of ``hermes`` are listed in the README."""
+    worker_python: str = sys.executable
+    """Interpreter that the workers run in; another virtual environment's, when Hermes' pins and yours exclude each
+    other. It needs ``msgspec`` and, for ``agent="hermes"``, ``hermes-agent``."""
+    worker_env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables added to the worker's environment, which otherwise is a short allow-list of the host's (``PATH``,
+    ``HOME``, the locale, proxies and certificates). An API key goes here, or into Hermes' own ``.env``."""
+    worker_cwd: Path | None = None
+    """Folder in which workers start, and so the agent's tools; default: ``workspace`` in ``state_dir``."""
+    hermes_home: Path | None = None
+    """``HERMES_HOME`` of the workers; default: the host's variable of that name, else Hermes' own default."""
+
+    state_dir: Path = field(default_factory=_default_state_dir)
+    """Folder of the pool's own files. Supervisors that share it are shown together by ``hermes-pool ps``."""
+    database_url: str | None = None
+    """SQLAlchemy URL of the pool's own store; default: an SQLite file in ``state_dir``. Not used when the manager is
+    given a ``ConversationStore`` over a table of yours."""
+    database_timeout_s: float = 10.0
+    """How long one read or write of the store may take before it counts as failed."""
+
+    launcher: Literal["auto", "spawn", "portable"] = "auto"
+    """How workers are started: ``spawn`` (Linux: own pipes and pidfd), ``portable`` (asyncio's subprocesses), or
+    ``auto`` (the best of the platform)."""
+    workers_max: int = 64
+    """Most workers at once. At the limit the session that has been idle longest goes dormant to make room."""
+
+    idle_timeout_s: float = 900.0
+    """A worker without a turn for this long is stopped, after its metadata has been saved."""
+    idle_sweep_s: float = 10.0
+    """How often idle workers are looked for, and what could not be saved is tried again."""
+
+    start_timeout_s: float = 60.0
+    """Limit of a start, from launch to ready."""
+    turn_timeout_s: float = 1800.0
+    """Limit of a turn, from its hand-over to a worker to its end, restarts included."""
+    progress_timeout_s: float = 600.0
+    """Limit of silence in a turn. Its clock stands still while a tool runs or a question waits for its answer."""
+    close_grace_s: float = 5.0
+    """How long a worker may take to end by itself, after a cancel or a request to close, before it is signalled."""
+    term_grace_s: float = 2.0
+    """How long a worker may take to end after SIGTERM, before SIGKILL."""
+
+    busy: Literal["wait", "reject"] = "wait"
+    """What a message does that meets a running turn: wait in line, first come first served, or be refused at once."""
+    turns_waiting_max: int = 64
+    """Most callers in line for one conversation; a further one is refused."""
+    wait_timeout_s: float = 600.0
+    """Longest wait in line for a conversation, or for room in the pool."""
+
+    restarts_max: int = 1
+    """How many dead workers one turn may have replaced before it ends with an error."""
+    replay: Literal["until_tool", "always", "never"] = "until_tool"
+    """Whether a turn whose worker died is run again: only while no tool has started, always, or never."""
+
+    frame_bytes_max: int = 64 * 1024 * 1024
+    """Largest frame on the wire in either direction, and so about the longest message or reply."""
+    events_waiting_max: int = 1024
+    """Events of a turn that may wait for a slow consumer; beyond, the worker is no longer read and so slowed down."""
+    stderr_lines_max: int = 50
+    """Last lines of a worker's stderr that are kept for error reports."""
+
+    def __post_init__(self) -> None:
+        """Bring paths into one form and check every value."""
+        object.__setattr__(self, "state_dir", Path(self.state_dir).expanduser().absolute())
+        for name in ("worker_cwd", "hermes_home"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, Path(value).expanduser().absolute())
+        if isinstance(self.agent_paths, str):
+            raise SettingsError("agent_paths is a tuple of folders, not one text: write (folder,)")
+        object.__setattr__(self, "agent_paths", tuple(str(Path(path).absolute()) for path in self.agent_paths))
+        self._check_words()
+        self._check_numbers()
+
+    def _check_words(self) -> None:
+        if self.agent not in ("hermes", "echo") and not all(self.agent.partition(":")):
+            raise SettingsError(f'agent={self.agent!r} is neither "hermes" nor "echo" nor "package.module:factory"')
+        for name, allowed in (
+            ("busy", ("wait", "reject")),
+            ("replay", ("until_tool", "always", "never")),
+            ("launcher", ("auto", "spawn", "portable")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise SettingsError(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
+        if not self.worker_python:
+            raise SettingsError("worker_python is empty: name an interpreter, or leave the default")
+        for name, value in self.worker_env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise SettingsError(f"worker_env: {name!r} cannot be an environment variable")
+
+    def _check_numbers(self) -> None:
+        for name in (
+            "database_timeout_s", "idle_timeout_s", "idle_sweep_s", "start_timeout_s", "turn_timeout_s",
+            "progress_timeout_s", "wait_timeout_s", "workers_max", "frame_bytes_max", "events_waiting_max",
+        ):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"{name} must be over 0, not {getattr(self, name)!r}")
+        for name in ("close_grace_s", "term_grace_s", "turns_waiting_max", "restarts_max", "stderr_lines_max"):
+            if not getattr(self, name) >= 0:
+                raise SettingsError(f"{name} cannot be negative, and is {getattr(self, name)!r}")
+        if self.frame_bytes_max < _FRAME_BYTES_LEAST or self.frame_bytes_max > _FRAME_BYTES_MOST:
+            raise SettingsError(
+                f"frame_bytes_max is {self.frame_bytes_max:,}; it must be between {_FRAME_BYTES_LEAST:,} (an error "
+                f"report has to fit) and {_FRAME_BYTES_MOST:,} (the length word has 32 bits)"
+            )
+
+
+_FRAME_BYTES_LEAST = 4096
+_FRAME_BYTES_MOST = 2**32 - 1

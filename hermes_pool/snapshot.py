@@ -1,0 +1,43 @@
+"""One session as the outside sees it: what ``HermesSessionManager.sessions()`` returns and ``hermes-pool ps`` shows."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionSnapshot:
+    """One session at one moment. Times are in seconds, ``None`` is "there is none" or "cannot be known"."""
+
+    conversation_id: str
+    user_id: str | None = None
+    session_id: str | None = None
+    """The agent's own name of the session (Hermes' ``session_id``)."""
+    state: str
+    """A state of ``lifecycle.State``; of a stored row, its ``status`` (``healthy``, ``dormant``, ``failed``)."""
+    health: str = "none"
+    """What the operating system says of the process: ``alive``, ``frozen`` (stopped by a signal), ``dead`` or
+    ``unknown``; ``none`` where there should be no process."""
+    agent: str = ""
+    pid: int | None = None
+    create_time: float | None = None
+    """Of the process, in seconds since the epoch; with the pid, its identity."""
+    incarnation: int = 0
+    """The how-manieth worker of the session in this supervisor."""
+    uptime_s: float | None = None
+    idle_s: float | None = None
+    """Since the end of the last turn; ``None`` while a turn runs."""
+    turn_s: float | None = None
+    """Since the begin of the turn that runs."""
+    rss_bytes: int | None = None
+    """Resident memory of the worker and all its descendants."""
+    cpu_s: float | None = None
+    """CPU time that the worker and its living descendants have used."""
+    turns: int = 0
+    """Turns that ended with a reply, in this supervisor."""
+    waiting: int = 0
+    """Callers in line for this conversation."""
+    restart_count: int = 0
+    last_used_at: str | None = None
+    """End of the last turn, ISO 8601 in UTC."""
+    last_error: str | None = None
+    host: str | None = None
+    supervisor_pid: int | None = None

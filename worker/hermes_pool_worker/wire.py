@@ -1,0 +1,323 @@
+"""The wire between a supervisor and one worker: the messages and their codec, used as this one file by both sides.
+
+A frame is a 4-byte big-endian length and that many bytes of MessagePack. A message is a tagged array: the type's name,
+then its fields in order; a field that is added later goes last and has a default, so that either side may be older.
+
+The codec does no I/O: bytes go in, messages come out, so the asyncio side and the blocking side share it. It trusts
+nothing: a length is checked before anything is allocated for it, and a stream that has failed once has lost its
+framing for good; its decoder refuses further bytes, and whoever owns it discards that worker.
+
+Text crosses as UTF-8. Half a surrogate pair, which Python strings can hold and UTF-8 cannot, becomes U+FFFD, by the
+same rule in both directions.
+"""
+
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+PROTOCOL: Final = 1
+"""Version of this file's messages; ``Hello`` carries it, and a supervisor refuses a worker of another one."""
+
+HEADER_BYTES: Final = 4
+FRAME_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Default limit of one frame in either direction. It bounds a frame, never a connection."""
+
+
+class WireError(Exception):
+    """The other side broke the protocol; its stream cannot be trusted any more."""
+
+
+class FrameTooLargeError(WireError):
+    """A frame is over the limit.
+
+    ``size`` and ``limit`` are in bytes. Raised on encoding, where nothing has been sent and the stream is intact, and
+    on decoding, where it is the other side's fault.
+    """
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"a frame of {size:,} bytes is over the limit of {limit:,} bytes (frame_bytes_max)")
+        self.size = size
+        self.limit = limit
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages: immutable, tagged with the type's name."""
+
+
+class TurnMessage(Message, frozen=True):
+    """A message that belongs to one attempt of one turn; whoever awaits another one drops it."""
+
+    turn_id: str
+    attempt: int
+
+
+# --- to the worker ---------------------------------------------------------------------------------------------------
+
+
+class Turn(TurnMessage, frozen=True):
+    """Answer ``text``. ``attempt`` is 1, or more when an earlier worker died with this turn."""
+
+    text: str
+
+
+class Cancel(TurnMessage, frozen=True):
+    """End this turn soon; one that is over, or not begun, is left alone."""
+
+
+class Answer(TurnMessage, frozen=True):
+    """The reply to a ``Question`` of this turn."""
+
+    question_id: str
+    text: str
+
+
+class Open(Message, frozen=True):
+    """Bind this worker to a conversation: begin a session, or resume ``session_id``.
+
+    ``committed`` is the mark of the last turn that the supervisor knows to be complete (see ``TurnDone``).
+    ``unfinished`` is the turn during which the worker before this one died, if one did: an agent that finds it complete
+    in its history returns its reply in ``Opened.recovered``; otherwise it takes every trace of it out.
+    ``options`` are the user's ``agent_options``; ``data_dir`` is a folder where an agent may keep files of its own.
+    """
+
+    conversation_id: str
+    session_id: str | None = None
+    committed: str | None = None
+    unfinished: Turn | None = None
+    options: dict[str, Any] = {}
+    data_dir: str | None = None
+
+
+class Ping(Message, frozen=True):
+    """Answered by the reader thread with ``Pong``, also in the middle of a turn."""
+
+    number: int
+
+
+class Close(Message, frozen=True):
+    """Finish what runs, put everything away, answer ``Closed`` and exit with status 0."""
+
+
+# --- from the worker -------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """The first frame of a worker, sent before anything heavy is imported."""
+
+    protocol: int
+    pid: int
+    agent: str
+    versions: dict[str, str]
+
+
+class Opened(Message, frozen=True):
+    """The session is ready for turns.
+
+    ``session_id`` is the agent's own name for it. ``resumed`` says whether earlier turns are in context; ``notice`` says
+    in words what was asked for and could not be had (an unknown session, say). ``committed`` is the mark after opening,
+    ``recovered`` the reply of ``Open.unfinished`` when that turn turned out to be complete.
+    """
+
+    session_id: str
+    resumed: bool = False
+    committed: str | None = None
+    recovered: str | None = None
+    notice: str | None = None
+
+
+class TextDelta(TurnMessage, frozen=True):
+    """A further piece of the reply."""
+
+    text: str
+
+
+class ReasoningDelta(TurnMessage, frozen=True):
+    """A further piece of what the model thinks aloud; no part of the reply."""
+
+    text: str
+
+
+class ToolStarted(TurnMessage, frozen=True):
+    """A tool is about to act on the world; from here on the turn may have had effects."""
+
+    call_id: str
+    name: str
+    arguments: str
+    """Preview of the arguments, shortened by the agent."""
+
+
+class ToolFinished(TurnMessage, frozen=True):
+    """That tool is done. ``result`` is a preview, ``duration_s`` its run time in seconds."""
+
+    call_id: str
+    name: str
+    ok: bool
+    result: str
+    duration_s: float
+
+
+class Status(TurnMessage, frozen=True):
+    """A remark for people about the turn's progress (a retry, a compaction, a restart)."""
+
+    text: str
+
+
+class Question(TurnMessage, frozen=True):
+    """The agent waits for a person: answer with ``Turn.answer(question_id, ...)`` before ``timeout_s`` is over.
+
+    For ``kind="approval"`` the text is the command and the answers are those in ``choices``; without one in time, it is
+    denied. For ``kind="clarify"`` any text will do, and ``choices`` are proposals.
+    """
+
+    question_id: str
+    kind: Literal["approval", "clarify"]
+    text: str
+    choices: list[str]
+    timeout_s: float
+
+
+class SessionMoved(TurnMessage, frozen=True):
+    """The agent goes on under another session id (Hermes may do so when it compacts a history)."""
+
+    session_id: str
+
+
+class TurnDone(TurnMessage, frozen=True):
+    """The turn is over and in the agent's history.
+
+    ``outcome`` is ``completed``, ``interrupted`` (by ``Cancel``; ``text`` is what there was) or ``partial`` (the agent
+    stopped early; ``notice`` says why). ``committed`` marks this point of the history: an opaque string that only the
+    agent reads. ``usage`` holds this turn's counts (``input_tokens``, ``output_tokens``, ...), where known.
+    """
+
+    text: str
+    session_id: str
+    outcome: Literal["completed", "interrupted", "partial"] = "completed"
+    committed: str | None = None
+    usage: dict[str, int] = {}
+    notice: str | None = None
+
+
+class TurnFailed(TurnMessage, frozen=True):
+    """The agent could not answer, and has taken this turn out of its history; the worker lives on.
+
+    ``reason`` is a short word for programs (``rate_limit``, ``server_error``, ``frame_too_large``, ...), ``text`` the
+    story for people.
+    """
+
+    reason: str
+    text: str
+    session_id: str | None = None
+    committed: str | None = None
+
+
+class Pong(Message, frozen=True):
+    """The answer to ``Ping`` with the same number."""
+
+    number: int
+
+
+class Closed(Message, frozen=True):
+    """The last frame of a worker that was asked to close."""
+
+
+ToWorker: TypeAlias = Open | Turn | Cancel | Answer | Ping | Close
+FromWorker: TypeAlias = (
+    Hello
+    | Opened
+    | TextDelta
+    | ReasoningDelta
+    | ToolStarted
+    | ToolFinished
+    | Status
+    | Question
+    | SessionMoved
+    | TurnDone
+    | TurnFailed
+    | Pong
+    | Closed
+)
+Event: TypeAlias = TextDelta | ReasoningDelta | ToolStarted | ToolFinished | Status | Question | SessionMoved
+"""What a caller sees of a running turn."""
+
+
+# --- the codec -------------------------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+
+def encode(message: Any, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytearray:
+    """Return the frame of ``message``; ``FrameTooLargeError`` when it is over the limit."""
+    frame = bytearray(HEADER_BYTES)
+    try:
+        _encoder.encode_into(message, frame, HEADER_BYTES)
+    except UnicodeEncodeError:
+        frame = bytearray(HEADER_BYTES)
+        _encoder.encode_into(scrub(msgspec.to_builtins(message)), frame, HEADER_BYTES)
+    size = len(frame) - HEADER_BYTES
+    if size > frame_bytes_max:
+        raise FrameTooLargeError(size, frame_bytes_max)
+    frame[:HEADER_BYTES] = size.to_bytes(HEADER_BYTES, "big")
+    return frame
+
+
+def scrub(value: Any) -> Any:
+    """Return ``value`` (built-in types) with text that UTF-8 can hold: each lone surrogate becomes U+FFFD."""
+    if isinstance(value, str):
+        # UTF-16 joins the halves that stand side by side, and gives up only those that stand alone.
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, dict):
+        return {scrub(key): scrub(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [scrub(item) for item in value]
+    return value
+
+
+class FrameDecoder(Generic[T]):
+    """Turns the bytes of one stream into messages of the declared type.
+
+    A frame over the limit, bytes that are no MessagePack, and MessagePack that is no declared message end the stream:
+    ``failed`` then says why, and no further message comes out of it. It is a value and no exception, because the
+    messages before the fault are good and are still returned.
+    """
+
+    def __init__(self, message_type: Any, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self._decode = msgspec.msgpack.Decoder(message_type).decode
+        self._limit = frame_bytes_max
+        self._buffer = bytearray()
+        self.failed: WireError | None = None
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether the bytes so far stop inside a frame: an end of the stream here means that something was lost."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[T]:
+        """Take the next bytes, wherever they were cut, and return the messages that are now complete."""
+        messages: list[T] = []
+        if self.failed is not None:
+            return messages
+        buffer = self._buffer
+        buffer += data
+        start, have = 0, len(buffer)
+        try:
+            while have - start >= HEADER_BYTES:
+                size = int.from_bytes(buffer[start : start + HEADER_BYTES], "big")
+                if size > self._limit:
+                    raise FrameTooLargeError(size, self._limit)
+                end = start + HEADER_BYTES + size
+                if end > have:
+                    break
+                with memoryview(buffer) as view, view[start + HEADER_BYTES : end] as body:
+                    messages.append(self._decode(body))
+                start = end
+        except FrameTooLargeError as error:
+            self.failed = error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self.failed = WireError(f"bytes that are no message of protocol {PROTOCOL}: {error}")
+        if self.failed is not None:
+            buffer.clear()
+        elif start:
+            del buffer[:start]
+        return messages
