@@ -1,0 +1,51 @@
+"""The worker program: ``python -P .../hermes_pool_worker/__main__.py AGENT FRAME_BYTES_MAX [IMPORT_PATH ...]``.
+
+It is run as a file, by an interpreter that need not have hermes-pool installed, and must find exactly the package that
+it is part of, the one that the supervisor speaks with. So it puts its parent folder on the import path, imports the
+package (whose ``__init__`` imports nothing), and takes the folder off again at once: in a wheel that folder is the
+site-packages of the *supervisor's* environment, and none of that may leak into this one.
+"""
+
+import os
+import sys
+
+EXIT_USAGE = 64
+EXIT_UNUSABLE = 78
+"""``EX_CONFIG``: this worker can never start; the supervisor tells the remedy and does not try again."""
+
+
+def main() -> None:
+    """Own the descriptors, then serve until the supervisor closes the wire; never returns."""
+    if len(sys.argv) < 3 or os.isatty(0):
+        sys.stderr.write(
+            "This is a worker of hermes-pool. It is started by a supervisor and speaks a binary protocol on its\n"
+            "standard input and output; by hand there is nothing to see. Try: hermes-pool chat --agent echo\n"
+        )
+        sys.exit(EXIT_USAGE)
+    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH120, PTH100 - pathlib is slow to import
+    sys.path.insert(0, home)
+    import hermes_pool_worker  # noqa: F401, PLC0415 - this import is what the entry is for
+
+    sys.path.remove(home)
+    from hermes_pool_worker import stdio  # noqa: PLC0415 - stdio is claimed before anything else is imported
+
+    wire_in, wire_out = stdio.claim()
+    agent, frame_bytes_max, *import_paths = sys.argv[1:]
+    # At the end: a folder of the user's must not shadow what Hermes imports by such names as "utils".
+    sys.path.extend(import_paths)
+    try:
+        from hermes_pool_worker import serve  # noqa: PLC0415 - needs msgspec, which may be missing
+    except ModuleNotFoundError as error:
+        if error.name != "msgspec":
+            raise
+        stdio.leave(
+            EXIT_UNUSABLE,
+            f"hermes-pool worker: msgspec is not installed for {sys.executable}; "
+            f"run: {sys.executable} -m pip install msgspec",
+        )
+    else:
+        stdio.leave(serve.serve(wire_in, wire_out, agent, int(frame_bytes_max)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The worker's loop: one thread reads frames, the main thread runs turns, all writes go through one lock.
+
+The reader is never busy, so a cancel, a ping, an answer and the end of the wire are seen in the middle of a turn. The
+end of the wire is the end of the worker: nobody is left who could want its reply.
+"""
+
+import contextlib
+import importlib
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from hermes_pool_worker import stdio, wire
+from hermes_pool_worker.agent import Agent, AgentError, MissingDependencyError, Outcome
+
+EXIT_OK = 0
+EXIT_SOFTWARE = 70
+EXIT_UNUSABLE = 78
+
+READ_BYTES = 256 * 1024
+ORPHANED_GRACE_S = 2.0
+"""How long a turn may take to notice that the supervisor is gone, before the process ends without it."""
+
+BUILT_IN_AGENTS = {
+    "echo": "hermes_pool_worker.echo:EchoAgent",
+    "hermes": "hermes_pool_worker.hermes:HermesAgent",
+}
+
+
+def serve(wire_in: int, wire_out: int, agent_name: str, frame_bytes_max: int) -> int:
+    """Serve one conversation over the two descriptors until told to close; return the exit status."""
+    # In its own session no terminal reaches the worker; a stray SIGINT must not cut a turn all the same. A function
+    # and not SIG_IGN, which the agent's tools would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    sender = FrameSender(wire_out, frame_bytes_max)
+    versions = {"python": sys.version.split()[0], "msgspec": msgspec.__version__}
+    sender.send(wire.Hello(wire.PROTOCOL, os.getpid(), agent_name, versions))
+    try:
+        agent = load_agent(agent_name)
+        worker = Worker(agent, sender)
+        threading.Thread(
+            target=worker.read, args=(wire_in, frame_bytes_max), name="hermes-pool-reader", daemon=True
+        ).start()
+        worker.run()
+    except MissingDependencyError as error:
+        print(f"hermes-pool worker: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    except Exception:  # noqa: BLE001 - whatever an agent's start raises, the supervisor shall read it
+        traceback.print_exc()
+        return EXIT_SOFTWARE
+    return EXIT_OK
+
+
+def load_agent(name: str) -> Agent:
+    """Return a new agent: ``echo``, ``hermes``, or what the factory ``package.module:factory`` makes."""
+    module_name, _, factory_name = BUILT_IN_AGENTS.get(name, name).partition(":")
+    try:
+        module = importlib.import_module(module_name)
+        factory: Callable[[], Agent] = getattr(module, factory_name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        traceback.print_exc()
+        raise MissingDependencyError(
+            f"the agent {name!r} cannot be imported: {error}. Check the setting 'agent'; the folder of its module "
+            f"belongs into 'agent_paths', what it imports into the environment of {sys.executable}"
+        ) from error
+    return factory()
+
+
+class FrameSender:
+    """Writes whole frames from any thread."""
+
+    def __init__(self, descriptor: int, frame_bytes_max: int) -> None:
+        self._descriptor = descriptor
+        self._limit = frame_bytes_max
+        self._lock = threading.Lock()
+
+    def send(self, message: wire.Message) -> None:
+        """Send a message; ``FrameTooLargeError`` when it is over the limit, and then nothing was sent.
+
+        When nobody reads any more, the message has no addressee: it is dropped, and the reader ends the process.
+        """
+        frame = memoryview(wire.encode(message, self._limit))
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            while frame:
+                frame = frame[os.write(self._descriptor, frame) :]
+
+
+class Turn:
+    """The turn that runs: what ``agent.RunningTurn`` promises, on the wire."""
+
+    def __init__(self, request: wire.Turn, sender: FrameSender) -> None:
+        self.turn_id = request.turn_id
+        self.attempt = request.attempt
+        self.request = request
+        self.cancelled = threading.Event()
+        self._sender = sender
+        self._questions: dict[str, queue.SimpleQueue[str | None]] = {}
+        self._questions_asked = 0
+        self._lock = threading.Lock()
+
+    def text(self, delta: str) -> None:
+        if delta:
+            self._send(wire.TextDelta(self.turn_id, self.attempt, delta))
+
+    def reasoning(self, delta: str) -> None:
+        if delta:
+            self._send(wire.ReasoningDelta(self.turn_id, self.attempt, delta))
+
+    def tool_started(self, call_id: str, name: str, arguments: str = "") -> None:
+        self._send(wire.ToolStarted(self.turn_id, self.attempt, call_id, name, arguments))
+
+    def tool_finished(
+        self, call_id: str, name: str, *, ok: bool = True, result: str = "", duration_s: float = 0.0
+    ) -> None:
+        self._send(wire.ToolFinished(self.turn_id, self.attempt, call_id, name, ok, result, duration_s))
+
+    def status(self, text: str) -> None:
+        self._send(wire.Status(self.turn_id, self.attempt, text))
+
+    def session_moved(self, session_id: str) -> None:
+        self._send(wire.SessionMoved(self.turn_id, self.attempt, session_id))
+
+    def ask(
+        self, kind: Literal["approval", "clarify"], text: str, choices: Sequence[str] = (), timeout_s: float = 60.0
+    ) -> str | None:
+        answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        with self._lock:
+            self._questions_asked += 1
+            question_id = f"q{self._questions_asked}"
+            self._questions[question_id] = answers
+        try:
+            if self.cancelled.is_set():
+                return None
+            self._send(
+                wire.Question(self.turn_id, self.attempt, question_id, kind, text, list(choices), timeout_s)
+            )
+            return answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        finally:
+            with self._lock:
+                self._questions.pop(question_id, None)
+
+    def answer(self, question_id: str, text: str) -> None:
+        """Hand the caller's answer to whoever waits for it; an unknown question is one that is over."""
+        with self._lock:
+            answers = self._questions.get(question_id)
+        if answers is not None:
+            answers.put(text)
+
+    def cancel(self) -> None:
+        """Mark as cancelled and release whoever waits for an answer."""
+        self.cancelled.set()
+        with self._lock:
+            for answers in self._questions.values():
+                answers.put(None)
+
+    def _send(self, message: wire.TurnMessage) -> None:
+        try:
+            self._sender.send(message)
+        except wire.FrameTooLargeError as error:
+            # Events are for watching; the reply comes whole with TurnDone, or fails there for everybody to see.
+            print(f"hermes-pool worker: {type(message).__name__} was not sent: {error}", file=sys.stderr)
+
+
+class Worker:
+    """One agent between a reader thread and the main thread."""
+
+    def __init__(self, agent: Agent, sender: FrameSender) -> None:
+        self._agent = agent
+        self._sender = sender
+        self._inbox: queue.SimpleQueue[wire.Open | Turn | wire.Close] = queue.SimpleQueue()
+        self._turns: dict[tuple[str, int], Turn] = {}
+        self._running: Turn | None = None
+        # Held while an interrupt is under way, so that it can never reach the turn after the one that it is meant for.
+        self._turn_lock = threading.Lock()
+        self._session_id = ""
+        self._committed: str | None = None
+
+    # --- the reader thread ---
+
+    def read(self, wire_in: int, frame_bytes_max: int) -> None:
+        """Take frames until the wire ends or breaks, then see to it that the process ends."""
+        decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker, frame_bytes_max)
+        while decoder.failed is None and (data := os.read(wire_in, READ_BYTES)):
+            for message in decoder.feed(data):
+                self._take(message)
+        if decoder.failed is not None:
+            print(f"hermes-pool worker: the supervisor sent {decoder.failed}", file=sys.stderr)
+        self._inbox.put(wire.Close())
+        for turn in list(self._turns.values()):
+            self._cancel(turn)
+        last_resort = threading.Timer(ORPHANED_GRACE_S, stdio.leave, args=(EXIT_OK,))
+        last_resort.daemon = True
+        last_resort.start()
+
+    def _take(self, message: wire.ToWorker) -> None:
+        match message:
+            case wire.Turn():
+                turn = self._turns[message.turn_id, message.attempt] = Turn(message, self._sender)
+                self._inbox.put(turn)
+            case wire.Cancel():
+                if (cancelled := self._turns.get((message.turn_id, message.attempt))) is not None:
+                    self._cancel(cancelled)
+            case wire.Answer():
+                if (asking := self._turns.get((message.turn_id, message.attempt))) is not None:
+                    asking.answer(message.question_id, message.text)
+            case wire.Ping():
+                self._sender.send(wire.Pong(message.number))
+            case wire.Open() | wire.Close():
+                self._inbox.put(message)
+
+    def _cancel(self, turn: Turn) -> None:
+        with self._turn_lock:
+            turn.cancel()
+            if self._running is turn:
+                try:
+                    self._agent.interrupt()
+                except Exception:  # noqa: BLE001 - the reader must live; the supervisor has a ladder for deaf agents
+                    traceback.print_exc()
+
+    # --- the main thread ---
+
+    def run(self) -> None:
+        """Work through the inbox until a ``Close``."""
+        while True:
+            match self._inbox.get():
+                case wire.Open() as request:
+                    opened = self._agent.open(request)
+                    self._session_id, self._committed = opened.session_id, opened.committed
+                    self._sender.send(opened)
+                case wire.Close():
+                    break
+                case turn:
+                    self._finish(turn, self._run_turn(turn))
+        try:
+            self._agent.close()
+        except Exception:  # noqa: BLE001 - it leaves in any case
+            traceback.print_exc()
+        self._sender.send(wire.Closed())
+
+    def _run_turn(self, turn: Turn) -> wire.TurnDone | wire.TurnFailed:
+        with self._turn_lock:
+            if turn.cancelled.is_set():
+                return self._done(turn, Outcome("", "interrupted"))
+            self._running = turn
+        try:
+            outcome = self._agent.turn(turn.request.text, turn)
+        except AgentError as error:
+            return self._failed(turn, error.reason, str(error))
+        except Exception as error:  # noqa: BLE001 - a bug of an agent fails its turn, not its worker
+            traceback.print_exc()
+            return self._failed(turn, "agent_error", f"{type(error).__name__}: {error}")
+        finally:
+            with self._turn_lock:
+                self._running = None
+        return self._done(turn, outcome)
+
+    def _finish(self, turn: Turn, message: wire.TurnDone | wire.TurnFailed) -> None:
+        # Forgotten first: once the supervisor has the last frame, nothing may refer to this turn any more.
+        self._turns.pop((turn.turn_id, turn.attempt), None)
+        try:
+            self._sender.send(message)
+        except wire.FrameTooLargeError as error:
+            self._sender.send(self._failed(turn, "frame_too_large", f"the reply does not fit on the wire: {error}"))
+
+    def _done(self, turn: Turn, outcome: Outcome) -> wire.TurnDone:
+        self._session_id = outcome.session_id or self._session_id
+        self._committed = outcome.committed or self._committed
+        return wire.TurnDone(
+            turn.turn_id, turn.attempt, outcome.text, self._session_id, outcome.kind, self._committed, outcome.usage,
+            outcome.notice,
+        )  # fmt: skip
+
+    def _failed(self, turn: Turn, reason: str, text: str) -> wire.TurnFailed:
+        return wire.TurnFailed(turn.turn_id, turn.attempt, reason, text, self._session_id, self._committed)
