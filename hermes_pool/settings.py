@@ -121,6 +121,11 @@ class PoolSettings:
     stderr_lines_max: int = 50
     """Last lines of a worker's stderr that are kept for error reports."""
 
+    @property
+    def store_url(self) -> str:
+        """SQLAlchemy URL of the store: ``database_url``, or the SQLite file in ``state_dir``."""
+        return self.database_url or f"sqlite:///{self.state_dir / 'hermes-pool.db'}"
+
     def __post_init__(self) -> None:
         """Bring paths into one form and check every value."""
         object.__setattr__(self, "state_dir", Path(self.state_dir).expanduser().absolute())

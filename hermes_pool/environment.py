@@ -1,0 +1,41 @@
+"""The environment of a worker: an allow-list of the host's, and what the settings add. Never the host's as it is.
+
+The host is a chat backend: its environment holds the keys of its database, its providers and its users. A worker runs
+an agent with a shell, so whatever it can read, a model can read.
+"""
+
+from collections.abc import Mapping
+
+from hermes_pool.settings import PoolSettings
+
+PASSED_ON = frozenset(
+    {
+        # who and where
+        "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TEMP", "TMP", "TZ",
+        "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME",
+        # language
+        "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LC_COLLATE", "LC_MESSAGES", "LC_NUMERIC", "LC_TIME",
+        # reaching the network, as this machine does
+        "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
+        "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+        # Windows cannot start a process without these
+        "SYSTEMROOT", "SYSTEMDRIVE", "COMSPEC", "PATHEXT", "WINDIR", "USERPROFILE", "USERNAME", "APPDATA",
+        "LOCALAPPDATA", "PROGRAMDATA", "PROGRAMFILES", "NUMBER_OF_PROCESSORS", "PROCESSOR_ARCHITECTURE",
+    }
+)  # fmt: skip
+
+MARKER = "HERMES_POOL_WORKER"
+"""Names the worker in its own environment, which its tools inherit: a stray can be told whose it is."""
+
+
+def worker_environment(settings: PoolSettings, host: Mapping[str, str], marker: str) -> dict[str, str]:
+    """Return the whole environment of a worker. ``host`` is the supervisor's own."""
+    environment = {name: value for name, value in host.items() if name in PASSED_ON}
+    home = settings.hermes_home or host.get("HERMES_HOME")
+    if home:
+        environment["HERMES_HOME"] = str(home)
+    # What a worker prints must reach the log when it is printed, not when it dies.
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment.update(settings.worker_env)
+    environment[MARKER] = marker
+    return environment

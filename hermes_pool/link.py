@@ -1,0 +1,330 @@
+"""One worker: its process, the frames to and from it, its log, and how it ends.
+
+A link is one incarnation and is never reused. It is opened (launch, hello, open), speaks, and dies exactly once; the
+death is told once, with everything that is known of it. It knows messages and nothing of turns.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from hermes_pool_worker import wire
+
+from hermes_pool import health
+from hermes_pool.errors import WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
+from hermes_pool.process import Command, Exit, Launcher, WorkerProcess
+
+EXIT_UNUSABLE = 78
+"""``EX_CONFIG``: the worker says that it can never start like this, and why, in its last line."""
+
+LAST_BYTES_S = 0.25
+"""How long a dead worker's pipe may stay open (a tool may hold it) before its last bytes count as read."""
+DEAF_EXIT_S = 1.0
+"""How long a worker that has closed its side of the wire may live on."""
+KILLED_EXIT_S = 5.0
+"""How long a process may take to go after SIGKILL; one in an uninterruptible call takes longer, and is reported."""
+STDERR_LINE_CHARS = 2000
+"""Longer lines are cut: one line of a gigabyte must not live in the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a worker ended.
+
+    ``exit`` is the process's status, ``cause`` what led to it as far as we did it (a broken protocol, a limit), and
+    ``wanted`` whether the pool had decided it before the first signal.
+    """
+
+    exit: Exit
+    stderr_tail: tuple[str, ...]
+    cause: str | None = None
+    wanted: bool = False
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        return f"{self.cause} and {self.exit}" if self.cause else str(self.exit)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """What it took to stop a worker, and what its tools had left behind (pids that were killed)."""
+
+    exit: Exit
+    rung: str
+    """``closed`` by itself, ``terminated`` or ``killed``."""
+    strays: tuple[int, ...] = ()
+
+
+class StderrTail:
+    """The last lines of a worker's stderr, in bounded memory whatever it writes."""
+
+    def __init__(self, lines_max: int, on_line: Callable[[str], None]) -> None:
+        self._lines: deque[str] = deque(maxlen=lines_max)
+        self._open = bytearray()
+        self._on_line = on_line
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes, of whatever encoding, cut anywhere."""
+        *whole, rest = data.split(b"\n")
+        for line in whole:
+            self._finish(line)
+        self._open += rest[: STDERR_LINE_CHARS - len(self._open)]
+
+    def _finish(self, end: bytes) -> None:
+        text = (self._open + end)[:STDERR_LINE_CHARS].decode("utf-8", "replace").rstrip("\r")
+        self._open.clear()
+        self._lines.append(text)
+        self._on_line(text)
+
+    def lines(self) -> tuple[str, ...]:
+        """Return what is kept, the unfinished line included."""
+        if self._open:
+            return (*self._lines, self._open.decode("utf-8", "replace"))
+        return tuple(self._lines)
+
+
+@dataclass(slots=True)
+class WorkerLink:
+    """A worker, from its launch to its death.
+
+    ``on_turn_message`` gets each frame that belongs to a turn; ``on_death`` is called once, after the last frame.
+    ``steps`` are the seconds that each step of the start took.
+    """
+
+    marker: str
+    frame_bytes_max: int
+    stderr: StderrTail
+    on_turn_message: Callable[[Any], None]
+    on_death: Callable[["WorkerLink", Death], None]
+    steps: dict[str, float] = field(default_factory=dict)
+    started_at: float = field(default_factory=monotonic)
+
+    process: WorkerProcess | None = None
+    opened: wire.Opened | None = None
+    death: Death | None = None
+    """Set when it is over."""
+    _decoder: wire.FrameDecoder[Any] = field(init=False)
+    _hello: "asyncio.Future[wire.Hello]" = field(init=False)
+    _opened: "asyncio.Future[wire.Opened]" = field(init=False)
+    _dead: asyncio.Event = field(default_factory=asyncio.Event)
+    _exit: Exit | None = None
+    _ended: bool = False
+    _cause: str | None = None
+    _wanted: bool = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        """Prepare for the handshake."""
+        loop = asyncio.get_running_loop()
+        self._decoder = wire.FrameDecoder(wire.FromWorker, self.frame_bytes_max)
+        self._hello = loop.create_future()
+        self._opened = loop.create_future()
+
+    # --- starting ---
+
+    async def start(self, launcher: Launcher, command: Command, request: wire.Open, deadline: float) -> wire.Opened:
+        """Launch, shake hands, open; until ``deadline`` (of the loop's clock).
+
+        A ``WorkerStartError`` names the step that failed, and nothing of the worker is left then.
+        """
+        step = "launch"
+        try:
+            async with asyncio.timeout_at(deadline):
+                began = monotonic()
+                self.process = await launcher.launch(command, self)
+                began = self._step_done(step, began)
+                step = "hello"
+                hello = await self._unless_dead(self._hello, step)
+                if hello.protocol != wire.PROTOCOL:
+                    raise WorkerUnusableError(
+                        f"the worker speaks protocol {hello.protocol} and this supervisor {wire.PROTOCOL}: "
+                        "install the same hermes-pool on both sides",
+                        step=step,
+                    )
+                began = self._step_done(step, began)
+                step = "open"
+                self.send(request)
+                self.opened = await self._unless_dead(self._opened, step)
+                self._step_done(step, began)
+        except BaseException as error:
+            await asyncio.shield(self.kill("its start was given up"))
+            match error:
+                case TimeoutError():
+                    done = ", ".join(f"{name} took {seconds:.2f} s" for name, seconds in self.steps.items())
+                    raise WorkerStartTimeoutError(
+                        f"the worker did not get past the step {step!r} within start_timeout_s"
+                        + (f" ({done})" if done else ""),
+                        step=step,
+                        stderr_tail=self.stderr.lines(),
+                    ) from None
+                case OSError():
+                    raise _launch_error(error, command) from error
+            raise
+        return self.opened
+
+    def _step_done(self, step: str, began: float) -> float:
+        now = monotonic()
+        self.steps[step] = now - began
+        return now
+
+    async def _unless_dead(self, future: "asyncio.Future[Any]", step: str) -> Any:
+        dead = asyncio.ensure_future(self._dead.wait())
+        try:
+            await asyncio.wait({future, dead}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            dead.cancel()
+        if future.done():
+            return future.result()
+        assert self.death is not None  # noqa: S101 - for the type checker
+        tail = self.death.stderr_tail
+        if self.death.exit.returncode == EXIT_UNUSABLE and self.death.cause is None:
+            remedy = tail[-1] if tail else "it did not say why"
+            raise WorkerUnusableError(f"no worker can start like this: {remedy}", step=step, stderr_tail=tail[:-1])
+        raise WorkerStartError(f"the worker {self.death} before it was ready (step {step!r})", step=step, stderr_tail=tail)
+
+    # --- speaking ---
+
+    def send(self, message: wire.Message) -> None:
+        """Send a message; ``wire.FrameTooLargeError`` when it is over the limit."""
+        self.send_frame(wire.encode(message, self.frame_bytes_max))
+
+    def send_frame(self, frame: bytes | bytearray) -> None:
+        """Send what ``wire.encode`` has made."""
+        if self.process is not None:
+            self.process.write(frame)
+
+    # --- what the process does (process.Listener) ---
+
+    def stdout_received(self, data: bytes) -> None:
+        """Take the next bytes of the wire."""
+        for message in self._decoder.feed(data):
+            if isinstance(message, wire.TurnMessage):
+                self.on_turn_message(message)
+            elif isinstance(message, wire.Hello) and not self._hello.done():
+                self._hello.set_result(message)
+            elif isinstance(message, wire.Opened) and self._hello.done() and not self._opened.done():
+                self._opened.set_result(message)
+        if self._decoder.failed is not None and self._cause is None:
+            self._condemn(f"broke the protocol ({self._decoder.failed})")
+
+    def stdout_ended(self) -> None:
+        """The wire has ended: the process must be ending, or is made to."""
+        self._ended = True
+        if self._exit is not None:
+            self._die()
+        elif self._timer is None:
+            self._after(DEAF_EXIT_S, lambda: self._condemn("closed its side of the wire"))
+
+    def stderr_received(self, data: bytes) -> None:
+        """Take the next bytes of its log."""
+        self.stderr.feed(data)
+
+    def exited(self, status: Exit) -> None:
+        """The process has ended; what it wrote before is still read, unless a tool holds the pipe open."""
+        self._exit = status
+        if self._ended:
+            self._die()
+        else:
+            self._after(LAST_BYTES_S, self._die)
+
+    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, act)
+
+    def _condemn(self, cause: str) -> None:
+        self._cause = self._cause or cause
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+
+    def _die(self) -> None:
+        if self.death is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        assert self._exit is not None  # noqa: S101 - for the type checker
+        if self.process is not None:
+            self.process.close()
+        cause = self._cause
+        if cause is None and self._decoder.mid_frame:
+            cause = "stopped inside a frame"
+        self.death = Death(self._exit, self.stderr.lines(), cause, self._wanted)
+        self._dead.set()
+        self.on_death(self, self.death)
+
+    # --- ending ---
+
+    async def dead(self) -> Death:
+        """Wait for the end, whoever causes it."""
+        await self._dead.wait()
+        assert self.death is not None  # noqa: S101 - for the type checker
+        return self.death
+
+    async def stop(self, close_grace_s: float, term_grace_s: float) -> Stopped:
+        """Ask it to close, then SIGTERM, then SIGKILL it and all its descendants; each step has its limit."""
+        self._wanted = True  # before anything is sent, so that the death is known to be wanted
+        rung = "closed"
+        self.send(wire.Close())
+        if not await self._died_within(close_grace_s):
+            rung = await self._signal(term_grace_s)
+        return await self._stopped(rung)
+
+    async def kill(self, cause: str, term_grace_s: float = 0.0) -> Stopped:
+        """End it without asking, for ``cause``; SIGTERM comes first where it may take a moment."""
+        self._wanted = True
+        self._cause = self._cause or cause
+        rung = "killed"
+        if self.process is not None and self.death is None:
+            rung = await self._signal(term_grace_s)
+        return await self._stopped(rung)
+
+    async def _signal(self, term_grace_s: float) -> str:
+        process = self.process
+        if process is None:
+            return "closed"
+        # Looked up while their parent lives: afterwards nothing tells whose they were.
+        family = await asyncio.to_thread(health.descendants, process.pid, process.create_time)
+        if term_grace_s > 0:
+            process.send_signal(signal.SIGTERM)
+            if await self._died_within(term_grace_s):
+                await asyncio.to_thread(health.kill, family)
+                return "terminated"
+        process.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(health.kill, family)
+        await self._died_within(KILLED_EXIT_S)
+        return "killed"
+
+    async def _stopped(self, rung: str) -> Stopped:
+        strays = await asyncio.to_thread(kill_strays, self.marker) if self.process is not None else ()
+        return Stopped(self.death.exit if self.death is not None else Exit(None), rung, strays)
+
+    async def _died_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._dead.wait()
+        return self._dead.is_set()
+
+
+def kill_strays(marker: str) -> tuple[int, ...]:
+    """End what a worker's tools have left: every process that carries its marker. Return the pids; blocks."""
+    return tuple(health.kill(health.marked(marker)))
+
+
+def _launch_error(error: OSError, command: Command) -> WorkerStartError:
+    """Say which of the things that the operating system calls "not found" it was."""
+    program = command.argv[0]
+    if not command.cwd.is_dir():
+        return WorkerUnusableError(
+            f"the working folder {command.cwd} does not exist: make it, or set worker_cwd", step="launch"
+        )
+    if isinstance(error, FileNotFoundError):
+        return WorkerUnusableError(f"there is no interpreter {program}: correct worker_python", step="launch")
+    if isinstance(error, PermissionError):
+        return WorkerUnusableError(f"{program} may not be executed: correct worker_python", step="launch")
+    return WorkerStartError(f"the worker could not be launched: {error}", step="launch")
+

@@ -1,0 +1,32 @@
+"""The library's logger: structlog events that go where the host sends its logs, and nowhere by default.
+
+A host that has configured structlog gets them through its own processors; any other through the standard library's
+logger ``hermes_pool``, which has no handler but the null one.
+"""
+
+import logging
+from typing import Any
+
+import structlog
+
+_standard = logging.getLogger("hermes_pool")
+_standard.addHandler(logging.NullHandler())
+
+
+def logger(**bound: Any) -> Any:
+    """Return a logger with these values on each line."""
+    if structlog.is_configured():
+        return structlog.get_logger("hermes_pool", **bound)
+    return structlog.wrap_logger(
+        _standard,
+        processors=[structlog.stdlib.filter_by_level, structlog.stdlib.add_log_level, _as_text],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+        **bound,
+    )
+
+
+def _as_text(_logger: Any, _method: str, event: dict[str, Any]) -> str:
+    event.pop("level", None)
+    name = event.pop("event")
+    return " ".join([str(name), *(f"{key}={value!r}" for key, value in event.items())])

@@ -1,0 +1,306 @@
+"""All conversations: get or create a session, let idle ones go, keep what they know, close in order."""
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Coroutine
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import count
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from hermes_pool import control, health, lifecycle
+from hermes_pool.errors import HermesPoolError, PoolClosedError, PoolFullError
+from hermes_pool.lifecycle import State
+from hermes_pool.link import Stopped
+from hermes_pool.log import logger
+from hermes_pool.process import launcher_for
+from hermes_pool.session import Session, Surroundings
+from hermes_pool.settings import PoolSettings, SessionKey
+from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.store import ConversationStore
+from hermes_pool.turn import Reply, Turn
+
+SAVE_EVERY_S = 1.0
+"""A session that is talked to all the time is stored this often; one that has news of its identity, at once."""
+SESSIONS_KEPT = 1024
+"""How many sessions without a worker stay in memory, for ``ps``; what they know is in the store."""
+
+
+class HermesSessionManager:
+    """One long-lived agent worker per conversation; an async context manager that a host enters once.
+
+        async with HermesSessionManager(PoolSettings()) as sessions:
+            reply = await sessions.send("conversation-42", "Hi, I am Ada.")
+
+    It belongs to the event loop in which it was entered. ``store`` is where sessions are remembered: by default a
+    database of the pool's own (``PoolSettings.database_url``); give one over your table to keep them beside your data.
+    """
+
+    def __init__(self, settings: PoolSettings | None = None, *, store: ConversationStore | None = None) -> None:
+        self.settings = settings or PoolSettings()
+        self._given_store = store
+        self._sessions: dict[SessionKey, Session] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._unsaved: dict[Session, float] = {}
+        self._save_wanted = asyncio.Event()
+        self._room: list[asyncio.Future[None]] = []
+        self._open: Literal["new", "open", "closed"] = "new"
+        self._log = logger()
+
+    # --- opening and closing ---
+
+    async def __aenter__(self) -> Self:
+        """Open the store and the control socket. No worker is started before the first message."""
+        if self._open != "new":
+            raise PoolClosedError("a manager is entered once; make another one")
+        self.settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        settings = self.settings
+        self._store = self._given_store or ConversationStore.from_url(settings.store_url, settings.database_timeout_s)
+        self._markers = (f"{secrets.token_hex(8)}-{number}" for number in count(1))
+        prefix, numbers = secrets.token_hex(4), count(1)
+        self._around = Surroundings(
+            settings=settings,
+            launcher=launcher_for(settings.launcher),
+            store=self._store,
+            host_environment=dict(os.environ),
+            host=socket.gethostname(),
+            log=self._log,
+            make_room=self._make_room,
+            changed=self._changed,
+            save_soon=self._save_soon,
+            in_background=self._in_background,
+            new_marker=lambda: next(self._markers),
+            new_turn_id=lambda: f"{prefix}-{next(numbers)}",
+        )
+        self._started_at = datetime.now(UTC)
+        self._control = control.ControlServer(settings.state_dir, self._answer)
+        await self._control.start()
+        self._open = "open"
+        self._in_background(self._sweep())
+        self._in_background(self._save_always())
+        self._log.info("pool_opened", agent=settings.agent, state_dir=str(settings.state_dir))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        await self.close()
+
+    async def close(self) -> dict[SessionKey, Stopped]:
+        """Save all, stop all workers, in parallel and bounded; return what it took. Safe to call twice.
+
+        Running turns end with ``TurnCancelledError``, callers in line with ``PoolClosedError``. Cancelling the caller
+        does not cancel the closing.
+        """
+        if self._open != "open":
+            self._open = "closed"
+            return {}
+        self._open = "closed"
+        return await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> dict[SessionKey, Stopped]:
+        sessions = list(self._sessions.values())
+        ends = await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
+        for session, end in zip(sessions, ends, strict=True):
+            if isinstance(end, BaseException):
+                self._log.error("stop_failed", conversation_id=session.key.conversation_id, error=repr(end))
+        await asyncio.gather(*(session.save() for session in sessions if session.unsaved))
+        await self._control.close()
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._given_store is None:
+            await self._store.close()
+        self._log.info("pool_closed")
+        return {s.key: end for s, end in zip(sessions, ends, strict=True) if isinstance(end, Stopped)}
+
+    # --- talking ---
+
+    async def send(self, conversation: str | SessionKey, text: str) -> Reply:
+        """Answer a message, whatever it takes: a worker is started or resumed, and a dead one replaced, if need be.
+
+        Cancelling the caller cancels the turn. Raises the errors of ``hermes_pool.errors``: ``InvalidKeyError``,
+        ``MessageTooLargeError``, ``PoolClosedError``, ``ConversationBusyError``, ``PoolFullError``,
+        ``WorkerStartError`` and its kinds, ``StoreError`` (only where it cannot be known whether there is a session to
+        resume), and ``TurnError`` and its kinds.
+        """
+        session = self._session(conversation)
+        turn = session.new_turn(text, streams=False)
+        await session.begin(turn)
+        try:
+            return await turn.reply()
+        except asyncio.CancelledError:
+            session.cancel(turn)
+            raise
+
+    def turn(self, conversation: str | SessionKey, text: str) -> Turn:
+        """Return the turn of a message, to be entered with ``async with``: see ``Turn``. Errors as for ``send``."""
+        return self._session(conversation).new_turn(text)
+
+    async def stop(self, conversation: str | SessionKey) -> Stopped | None:
+        """Stop the worker of a conversation; its next message starts another one, in context.
+
+        A running turn ends with ``TurnCancelledError``. Return what it took, ``None`` where there was no worker.
+        """
+        session = self._sessions.get(_key(conversation))
+        return None if session is None else await asyncio.shield(self._in_background(session.stop("by request")))
+
+    async def set_runtime(self, conversation_id: str, runtime: Literal["hermes", "jarvis"]) -> None:
+        """Say who answers a conversation from now on: the key ``runtime`` of its ``agent_state``, and no other."""
+        self._refuse_unless_open()
+        await self._store.set_runtime(conversation_id, runtime)
+
+    async def sessions(self) -> list[SessionSnapshot]:
+        """Return all sessions of this pool as they are now, with what the operating system says of their processes."""
+        rows = [session.snapshot() for session in self._sessions.values()]
+        identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
+        looks = dict(zip(identities, await asyncio.to_thread(health.look_all, identities), strict=True))
+        seen = []
+        for row in rows:
+            look = looks.get((row.pid, row.create_time))  # type: ignore[arg-type]
+            more: dict[str, Any] = (
+                {} if look is None else {"health": look.health, "rss_bytes": look.rss_bytes, "cpu_s": look.cpu_s}
+            )
+            seen.append(replace(row, supervisor_pid=os.getpid(), **more))
+        return seen
+
+    # --- sessions ---
+
+    def _session(self, conversation: str | SessionKey) -> Session:
+        self._refuse_unless_open()
+        key = _key(conversation)
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(key, self._around)
+            self._forget_some()
+        return session
+
+    def _refuse_unless_open(self) -> None:
+        if self._open != "open":
+            raise PoolClosedError("the pool is closed" if self._open == "closed" else "enter the pool first: async with")
+
+    def _forget_some(self) -> None:
+        """Bound the memory of sessions that are at rest; the ones longest known go first."""
+        if len(self._sessions) <= SESSIONS_KEPT:
+            return
+        resting = [key for key, session in self._sessions.items() if session.at_rest and not session.unsaved]
+        for key in resting[: len(self._sessions) - SESSIONS_KEPT]:
+            del self._sessions[key]
+
+    def _alive(self) -> int:
+        return sum(session.state in lifecycle.ALIVE for session in self._sessions.values())
+
+    async def _make_room(self, asking: Session) -> None:
+        """Wait until one more worker is allowed; the session that has been idle longest goes dormant for it."""
+        deadline = asyncio.get_running_loop().time() + self.settings.wait_timeout_s
+        while self._alive() >= self.settings.workers_max:
+            idle = [(idle_s, session) for session in self._sessions.values() if (idle_s := session.idle_s()) is not None]
+            for _, session in sorted(idle, key=lambda pair: pair[0], reverse=True):
+                if await session.hibernate(0.0):
+                    break
+            else:
+                await self._wait_for_room(asking, deadline)
+
+    async def _wait_for_room(self, asking: Session, deadline: float) -> None:
+        refusal = PoolFullError(
+            f"all {self.settings.workers_max} workers (workers_max) are busy", conversation_id=asking.key.conversation_id
+        )
+        if self.settings.busy == "reject":
+            raise refusal
+        room = asyncio.get_running_loop().create_future()
+        self._room.append(room)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await room
+        except TimeoutError:
+            raise refusal from None
+        finally:
+            if room in self._room:
+                self._room.remove(room)
+
+    def _changed(self, session: Session) -> None:
+        if self._room and (session.state is State.IDLE or session.state not in lifecycle.ALIVE):
+            # Only after this callback: the lock of a session that became idle is about to be released.
+            room = self._room.pop(0)
+            if not room.done():
+                room.set_result(None)
+
+    # --- in the background ---
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, HermesPoolError):
+            self._log.error("task_failed", error=repr(error), exc_info=error)
+
+    async def _sweep(self) -> None:
+        """Let idle sessions go, and try again what could not be saved."""
+        while True:
+            await asyncio.sleep(self.settings.idle_sweep_s)
+            idle = [
+                session
+                for session in self._sessions.values()
+                if (idle_s := session.idle_s()) is not None and idle_s >= self.settings.idle_timeout_s
+            ]
+            await asyncio.gather(
+                *(session.hibernate(self.settings.idle_timeout_s) for session in idle),
+                *(session.save() for session in list(self._sessions.values()) if session.unsaved),
+            )
+
+    def _save_soon(self, session: Session) -> None:
+        """Have a session stored: at once when its identity is new, else within ``SAVE_EVERY_S``."""
+        known = session.saved_session_id == session.session_id and session.state is State.IDLE
+        if known and session in self._unsaved:
+            return
+        self._unsaved[session] = asyncio.get_running_loop().time() + (SAVE_EVERY_S if known else 0.0)
+        self._save_wanted.set()
+
+    async def _save_always(self) -> None:
+        """Store what has changed, beside the turns and never on their path."""
+        loop = asyncio.get_running_loop()
+        while True:
+            now = loop.time()
+            due = [session for session, at in self._unsaved.items() if at <= now]
+            for session in due:
+                del self._unsaved[session]
+            if due:
+                await asyncio.gather(*(session.save() for session in due))
+                continue
+            next_at = min(self._unsaved.values(), default=None)
+            self._save_wanted.clear()
+            try:
+                async with asyncio.timeout_at(next_at):
+                    await self._save_wanted.wait()
+            except TimeoutError:
+                continue
+
+    # --- from outside ---
+
+    async def _answer(self, request: control.Request) -> control.Response:
+        match request:
+            case control.Ps():
+                return control.PsReply(await self.sessions(), os.getpid(), _version(), self._started_at.isoformat())
+            case control.Stop():
+                await self.stop(SessionKey(request.conversation_id, request.user_id))
+                return control.Done()
+
+
+def _key(conversation: str | SessionKey) -> SessionKey:
+    return conversation if isinstance(conversation, SessionKey) else SessionKey(conversation)
+
+
+def _version() -> str:
+    from importlib.metadata import version  # noqa: PLC0415 - takes a while, and is seldom asked for
+
+    return version("hermes-pool")

@@ -1,0 +1,683 @@
+"""One conversation: its lock, its worker, its turns, and what becomes of them when the worker dies.
+
+Every change of state goes through ``_became``, which asks the table in ``lifecycle``. Whoever starts a turn holds the
+conversation's lock until the turn is settled; the lock is released by the settling itself, never by the caller, so a
+caller that leaves early cannot let the next message in too soon.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import hermes_pool_worker
+from hermes_pool_worker import wire
+
+from hermes_pool import lifecycle
+from hermes_pool.environment import worker_environment
+from hermes_pool.errors import (
+    AgentFailedError,
+    ConversationBusyError,
+    HermesPoolError,
+    MessageTooLargeError,
+    PoolClosedError,
+    StateNotWritableError,
+    StoreError,
+    TurnCancelledError,
+    TurnInterruptedError,
+    TurnTimeoutError,
+    WorkerCrashedError,
+    WorkerStartError,
+)
+from hermes_pool.lifecycle import Event, State
+from hermes_pool.link import Death, StderrTail, Stopped, WorkerLink, kill_strays
+from hermes_pool.process import Command, Launcher
+from hermes_pool.settings import PoolSettings, SessionKey
+from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.store import ConversationStore, SessionRecord
+from hermes_pool.turn import Reply, Turn
+
+LAUNCHES_MAX = 2
+"""How many workers one start may try: a start that failed once may have had bad luck, twice has a reason."""
+WORKER_PROGRAM = Path(hermes_pool_worker.__file__).with_name("__main__.py")
+
+Status = Literal["healthy", "dormant", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What all sessions of a pool share."""
+
+    settings: PoolSettings
+    launcher: Launcher
+    store: ConversationStore
+    host_environment: Mapping[str, str]
+    host: str
+    log: Any
+    make_room: "Callable[[Session], Awaitable[None]]"
+    """Wait until one worker more is allowed; raises ``PoolFullError``."""
+    changed: "Callable[[Session], None]"
+    """Called after each change of state."""
+    save_soon: "Callable[[Session], None]"
+    """Called when there is something new to store."""
+    in_background: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
+    new_marker: Callable[[], str]
+    new_turn_id: Callable[[], str]
+
+
+class Session:
+    """A conversation's session: at most one worker, at most one turn at a time."""
+
+    def __init__(self, key: SessionKey, around: Surroundings) -> None:
+        self.key = key
+        self.state = State.STOPPED
+        self.status: Status = "dormant"
+        self.session_id: str | None = None
+        self.committed: str | None = None
+        self.restart_count = 0
+        self.incarnation = 0
+        self.turns = 0
+        self.last_error: str | None = None
+        self.last_used_at: datetime | None = None
+        self.waiting = 0
+        self.unsaved = False
+        self.saved_session_id: str | None = None
+        self.closed = False
+        self._around = around
+        self._settings = around.settings
+        self._loop = asyncio.get_running_loop()
+        self._log = around.log.bind(conversation_id=key.conversation_id)
+        self._lock = asyncio.Lock()
+        self._saving = asyncio.Lock()
+        self._link: WorkerLink | None = None
+        self._starting: asyncio.Task[wire.Opened] | None = None
+        self._turn: Turn | None = None
+        self._idle_since = self._loop.time()
+        self._watch: asyncio.TimerHandle | None = None
+        self._to_replace: Death | None = None
+        self._notice: str | None = None
+
+    # --- what the manager asks ---
+
+    def new_turn(self, text: str, *, streams: bool = True) -> Turn:
+        """Return a turn that is not begun yet."""
+        return Turn(
+            self,
+            self._around.new_turn_id(),
+            text,
+            events_waiting_max=self._settings.events_waiting_max,
+            streams=streams,
+        )
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing at all goes on here: no process, no caller."""
+        return self.state not in lifecycle.ALIVE and not self._lock.locked() and self._starting is None
+
+    def idle_s(self) -> float | None:
+        """Seconds since the worker has nothing to do; ``None`` when it has, or when there is no worker."""
+        if self.state is not State.IDLE or self._lock.locked():
+            return None
+        return self._loop.time() - self._idle_since
+
+    def record(self, status: Status | None = None) -> SessionRecord:
+        """Return what is stored of this session; ``status`` tells of a change that is about to be made."""
+        status = status or self.status
+        process = self._link.process if self._link is not None and status == "healthy" else None
+        return SessionRecord(
+            session_id=self.session_id,
+            last_used_at=_iso(self.last_used_at),
+            restart_count=self.restart_count,
+            status=status,
+            committed=self.committed,
+            incarnation=self.incarnation,
+            turns=self.turns,
+            pid=process.pid if process is not None else None,
+            create_time=process.create_time if process is not None else None,
+            host=self._around.host,
+            agent=self._settings.agent,
+            last_error=self.last_error,
+        )
+
+    def snapshot(self) -> SessionSnapshot:
+        """Return what is known here; what the operating system knows is added by the manager."""
+        now = self._loop.time()
+        process = self._link.process if self._link is not None else None
+        return SessionSnapshot(
+            conversation_id=self.key.conversation_id,
+            user_id=self.key.user_id,
+            session_id=self.session_id,
+            state=self.state.value,
+            agent=self._settings.agent,
+            pid=process.pid if process is not None else None,
+            create_time=process.create_time if process is not None else None,
+            incarnation=self.incarnation,
+            uptime_s=now - self._link.started_at if process is not None and self._link is not None else None,
+            idle_s=self.idle_s(),
+            turn_s=now - self._turn.began_at if self._turn is not None else None,
+            turns=self.turns,
+            waiting=self.waiting,
+            restart_count=self.restart_count,
+            last_used_at=_iso(self.last_used_at),
+            last_error=self.last_error,
+            host=self._around.host,
+        )
+
+    async def hibernate(self, idle_at_least_s: float) -> bool:
+        """Let the worker go if it has been idle that long: metadata first, then the kill. Say whether it went.
+
+        It is a claim and no check: the lock is held throughout, the idleness is looked at again under it, and a message
+        that comes in the meantime either prevents it or waits and starts afresh.
+        """
+        if self._lock.locked():
+            return False
+        await self._lock.acquire()
+        try:
+            if self.state is not State.IDLE or self._loop.time() - self._idle_since < idle_at_least_s:
+                return False
+            if not await self.save("dormant"):
+                return False  # never killed before it is saved; the next sweep tries again
+            if self.waiting or self.state is not State.IDLE:  # somebody came while it was saved
+                self._save_soon()
+                return False
+            await self._stop_worker("idle")
+            return True
+        finally:
+            self._lock.release()
+
+    async def stop(self, reason: str) -> Stopped | None:
+        """Stop the worker now, whatever it does: a running turn is cancelled and ends with ``TurnCancelledError``.
+
+        Return what it took, or ``None`` where there was no worker. Metadata is saved first, if the store answers.
+        """
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+        if self._turn is not None:
+            self.cancel(self._turn, TurnCancelledError(f"stopped ({reason})", conversation_id=self._id))
+        if self.state not in (State.IDLE, State.BUSY):
+            if self._link is not None:
+                await self._link.dead()
+            await self.save()
+            return None
+        await self.save("dormant")
+        return await self._stop_worker(reason)
+
+    async def close(self) -> Stopped | None:
+        """Stop, and let nobody in any more: callers in line get ``PoolClosedError``."""
+        self.closed = True
+        stopped = await self.stop("the pool is closing")
+        if self._watch is not None:
+            self._watch.cancel()
+        return stopped
+
+    async def save(self, status: Status | None = None) -> bool:
+        """Store the metadata; say whether that worked. A failure is logged and kept as ``last_error``."""
+        if self.session_id is None:
+            return True  # nothing to come back to
+        async with self._saving:  # one after the other, so that an older record never overwrites a newer one
+            record = self.record(status)
+            self.unsaved = False
+            try:
+                await self._around.store.save(self.key, record)
+            except StoreError as error:
+                self.unsaved = True
+                self.last_error = str(error)
+                self._log.warning("save_failed", error=str(error))
+                return False
+            self.saved_session_id = record.session_id
+            return True
+
+    def _save_soon(self) -> None:
+        self.unsaved = True
+        self._around.save_soon(self)
+
+    # --- what turns ask (turn.TurnHost) ---
+
+    async def begin(self, turn: Turn) -> None:
+        """Wait in line, see that a worker is ready, and hand the turn over."""
+        frame = self._frame(turn)  # a message that is too large is refused before it waits
+        await self._take_lock()
+        try:
+            await self._idle_worker(turn)
+            if turn.ending is not None:  # cancelled before it began
+                turn.settle(self._ended_early(turn))
+                self._lock.release()
+            else:
+                self._hand_over(turn, frame)
+        except BaseException as error:
+            self._lock.release()
+            given_up = TurnCancelledError("its caller gave up before it began", conversation_id=self._id)
+            turn.settle(error if isinstance(error, HermesPoolError) else given_up)
+            raise
+
+    def cancel(self, turn: Turn, ending: HermesPoolError | Literal["cancelled"] = "cancelled") -> None:
+        """End the turn soon: ask its worker, and after ``close_grace_s`` replace it. No-op for a turn that is over."""
+        if turn.outcome is not None or turn.ending is not None:
+            return
+        turn.ending = ending
+        if turn is self._turn and self.state is State.BUSY and self._link is not None:
+            self._link.send(wire.Cancel(turn.turn_id, turn.attempt))
+            self._loop.call_later(self._settings.close_grace_s, self._force, turn)
+
+    def answer(self, turn: Turn, question_id: str, text: str) -> None:
+        """Pass an answer on to the worker."""
+        if turn is self._turn and self._link is not None:
+            turn.questions_open.pop(question_id, None)
+            turn.heard_at = self._loop.time()
+            self._link.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text))
+
+    def drained(self, turn: Turn) -> None:
+        """Read on: the events that had piled up are consumed."""
+        if turn is self._turn and self._link is not None and self._link.process is not None:
+            turn.heard_at = self._loop.time()
+            self._link.process.resume_reading()
+
+    # --- waiting in line ---
+
+    async def _take_lock(self) -> None:
+        settings = self._settings
+        if not self._lock.locked():
+            await self._lock.acquire()
+            return
+        if settings.busy == "reject":
+            raise ConversationBusyError("another message is being answered", conversation_id=self._id)
+        if self.waiting >= settings.turns_waiting_max:
+            raise ConversationBusyError(
+                f"{self.waiting} messages wait in line already (turns_waiting_max)", conversation_id=self._id
+            )
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(settings.wait_timeout_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise ConversationBusyError(
+                f"the messages before took longer than {settings.wait_timeout_s:g} s (wait_timeout_s)",
+                conversation_id=self._id,
+            ) from None
+        finally:
+            self.waiting -= 1
+
+    def _refuse_if_closed(self) -> None:
+        if self.closed:
+            raise PoolClosedError("the pool is closing", conversation_id=self._id)
+
+    # --- starting a worker ---
+
+    async def _idle_worker(self, turn: Turn) -> None:
+        """See that an idle worker is there: wait for one that leaves, start another, or find it ready."""
+        self._refuse_if_closed()
+        starts = 0
+        while turn.ending is None and self.state is not State.IDLE:
+            if self.state is State.STOPPING and self._link is not None:
+                await self._link.dead()
+            elif starts < LAUNCHES_MAX:
+                starts += 1
+                await self._started(None)
+            else:
+                raise WorkerStartError("its workers die as soon as they are ready", step="open", conversation_id=self._id)
+            self._refuse_if_closed()
+
+    async def _started(self, unfinished: wire.Turn | None) -> wire.Opened:
+        """Start a worker, or wait for the start that goes on already. Giving up the wait does not give up the start."""
+        if self._starting is None:
+            self._starting = self._around.in_background(self._start(unfinished))
+        starting = self._starting
+        await asyncio.wait({starting})
+        if starting.cancelled():
+            raise TurnCancelledError("stopped while its worker was starting", conversation_id=self._id)
+        return starting.result()
+
+    async def _start(self, unfinished: wire.Turn | None) -> wire.Opened:
+        try:
+            await self._around.make_room(self)
+            self._refuse_if_closed()
+            self._became(Event.START_BEGUN)
+            try:
+                return await self._launch_until_open(unfinished)
+            except asyncio.CancelledError:  # by ``stop``; the link has seen to the process before it let go
+                self._became(Event.STOP_BEGUN)
+                self._became(Event.DIED)
+                raise
+            except Exception as error:
+                self._became(Event.START_FAILED, error=str(error))
+                self.status = "failed"
+                self.last_error = str(error)
+                self._save_soon()
+                raise
+        finally:
+            self._starting = None
+
+    async def _launch_until_open(self, unfinished: wire.Turn | None) -> wire.Opened:
+        settings = self._settings
+        deadline = self._loop.time() + settings.start_timeout_s
+        await self._recall()
+        for tries_left in reversed(range(LAUNCHES_MAX)):
+            link = self._new_link()
+            request = wire.Open(
+                conversation_id=self._id,
+                session_id=self.session_id,
+                committed=self.committed,
+                unfinished=unfinished,
+                options=dict(settings.agent_options),
+                data_dir=str(settings.state_dir / "agents" / settings.agent.replace(":", "_")),
+            )
+            try:
+                opened = await link.start(self._around.launcher, self._command(link), request, deadline)
+            except WorkerStartError as error:
+                self._log.warning("start_failed", step=error.step, error=str(error))
+                error = _about(error, self._id)
+                if tries_left and error.retryable and self._loop.time() < deadline:
+                    continue
+                raise error from None
+            if link.death is not None:  # it died between its last frame and now
+                continue
+            self._took_over(link, opened)
+            return opened
+        raise WorkerStartError("the worker died as soon as it was ready", step="open", conversation_id=self._id)
+
+    async def _recall(self) -> None:
+        """Read what is stored, unless what we know is newer."""
+        if self.session_id is not None and (self.unsaved or self._turn is not None):
+            return
+        try:
+            stored = await self._around.store.load(self.key)
+        except StateNotWritableError as error:
+            # Its row cannot hold a session of ours; it is left as it is, and the conversation goes on without.
+            self.last_error = str(error)
+            self._log.warning("state_unreadable", error=str(error))
+            return
+        if stored is not None and stored.session_id is not None:
+            self.session_id, self.committed = stored.session_id, stored.committed
+            self.restart_count = max(self.restart_count, stored.restart_count)
+            self.turns = max(self.turns, stored.turns)
+
+    def _new_link(self) -> WorkerLink:
+        self.incarnation += 1
+        log = self._log.bind(incarnation=self.incarnation)
+        return WorkerLink(
+            marker=self._around.new_marker(),
+            frame_bytes_max=self._settings.frame_bytes_max,
+            stderr=StderrTail(self._settings.stderr_lines_max, partial(_log_line, log)),
+            on_turn_message=self._heard,
+            on_death=self._died,
+        )
+
+    def _command(self, link: WorkerLink) -> Command:
+        settings = self._settings
+        cwd = settings.worker_cwd
+        if cwd is None:
+            cwd = settings.state_dir / "workspace"
+            cwd.mkdir(parents=True, exist_ok=True)
+        return Command(
+            argv=(
+                settings.worker_python, "-P", str(WORKER_PROGRAM), settings.agent, str(settings.frame_bytes_max),
+                *settings.agent_paths,
+            ),
+            env=worker_environment(settings, self._around.host_environment, link.marker),
+            cwd=cwd,
+        )  # fmt: skip
+
+    def _took_over(self, link: WorkerLink, opened: wire.Opened) -> None:
+        self._link = link
+        if self._to_replace is not None:
+            self.restart_count += 1
+            self._to_replace = None
+        self.session_id, self.committed, self._notice = opened.session_id, opened.committed, opened.notice
+        self.status = "healthy"
+        self._idle_since = self._loop.time()
+        self._became(Event.OPENED, resumed=opened.resumed, steps=link.steps)
+        if opened.notice is not None:
+            self._log.warning("not_resumed", notice=opened.notice)
+        self._save_soon()
+
+    # --- a turn ---
+
+    def _frame(self, turn: Turn) -> bytearray:
+        try:
+            return wire.encode(wire.Turn(turn.turn_id, turn.attempt, turn.text), self._settings.frame_bytes_max)
+        except wire.FrameTooLargeError as error:
+            raise MessageTooLargeError(f"the message does not fit: {error}", conversation_id=self._id) from None
+
+    def _hand_over(self, turn: Turn, frame: bytearray) -> None:
+        now = self._loop.time()
+        turn.began_at = turn.began_at or now
+        turn.heard_at = now
+        self._turn = turn
+        self._became(Event.TURN_BEGUN)
+        assert self._link is not None  # noqa: S101 - for the type checker: an idle session has one
+        self._link.send_frame(frame)
+        if self._watch is None:
+            self._watch_from(now)
+
+    def _heard(self, message: wire.TurnMessage) -> None:
+        """Take a frame of a turn; one that is not of this attempt of this turn has no addressee any more."""
+        turn = self._turn
+        if turn is None or message.turn_id != turn.turn_id or message.attempt != turn.attempt:
+            self._log.debug("frame_dropped", kind=type(message).__name__, turn_id=message.turn_id)
+            return
+        turn.heard_at = self._loop.time()
+        match message:
+            case wire.TurnDone():
+                self.session_id, self.committed = message.session_id, message.committed
+                self._settle(turn, self._done(turn, message))
+                return
+            case wire.TurnFailed():
+                self.session_id = message.session_id or self.session_id
+                self.committed = message.committed or self.committed
+                error = AgentFailedError(message.text, reason=message.reason, conversation_id=self._id)
+                self._settle(turn, error if turn.ending is None else self._ended_early(turn))
+                return
+            case wire.ToolStarted():
+                turn.tools_started.append(message.name)
+                turn.tools_open.add(message.call_id)
+            case wire.ToolFinished():
+                turn.tools_open.discard(message.call_id)
+            case wire.Question():
+                turn.questions_open[message.question_id] = turn.heard_at + message.timeout_s
+            case wire.SessionMoved():
+                self.session_id = message.session_id
+                self._save_soon()
+        turn.push(message)
+        if turn.lags and self._link is not None and self._link.process is not None:
+            self._link.process.pause_reading()
+
+    def _done(self, turn: Turn, message: wire.TurnDone) -> Reply | HermesPoolError:
+        if message.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
+            return turn.ending
+        notice = " ".join(filter(None, (self._notice, message.notice))) or None
+        self._notice = None
+        self.turns += 1
+        self.last_error = None
+        return self._reply(turn, message.text, outcome=message.outcome, usage=message.usage, notice=notice)
+
+    def _reply(self, turn: Turn, text: str, **more: Any) -> Reply:
+        return Reply(
+            text=text,
+            conversation_id=self._id,
+            session_id=self.session_id,
+            turn_id=turn.turn_id,
+            restarts=turn.deaths,
+            duration_s=self._loop.time() - turn.began_at if turn.began_at else 0.0,
+            **more,
+        )
+
+    def _ended_early(self, turn: Turn) -> Reply | HermesPoolError:
+        if isinstance(turn.ending, HermesPoolError):
+            return turn.ending
+        return self._reply(turn, "", outcome="interrupted")
+
+    def _settle(self, turn: Turn, outcome: Reply | HermesPoolError) -> None:
+        """End the running turn: the conversation is free from here on."""
+        self._turn = None
+        self._idle_since = self._loop.time()
+        self.last_used_at = datetime.now(UTC)
+        if isinstance(outcome, HermesPoolError):
+            self.last_error = str(outcome)
+            self._log.info("turn_failed", turn_id=turn.turn_id, error=type(outcome).__name__)
+        if self.state in (State.BUSY, State.STOPPING):
+            self._became(Event.TURN_ENDED)
+        if turn.lags and self._link is not None and self._link.process is not None:
+            self._link.process.resume_reading()
+        turn.settle(outcome)
+        self._save_soon()
+        self._lock.release()
+
+    # --- clocks of a turn ---
+
+    def _watch_from(self, now: float) -> None:
+        shortest = min(self._settings.turn_timeout_s, self._settings.progress_timeout_s)
+        self._watch = self._loop.call_at(now + shortest, self._look_at_clocks)
+
+    def _look_at_clocks(self) -> None:
+        """End a turn that is over a limit; look again when the next limit could be reached, if a turn runs."""
+        self._watch = None
+        turn, now, settings = self._turn, self._loop.time(), self._settings
+        if turn is None:
+            return
+        waits = turn.lags or turn.tools_open or any(until > now for until in turn.questions_open.values())
+        if waits:
+            turn.heard_at = now
+        total_at = turn.began_at + settings.turn_timeout_s
+        progress_at = turn.heard_at + settings.progress_timeout_s
+        if now >= total_at:
+            self._time_out(turn, "turn_timeout_s", f"no reply within {settings.turn_timeout_s:g} s")
+        elif now >= progress_at:
+            self._time_out(turn, "progress_timeout_s", f"no sign of progress for {settings.progress_timeout_s:g} s")
+        else:
+            self._watch = self._loop.call_at(min(total_at, progress_at), self._look_at_clocks)
+
+    def _time_out(self, turn: Turn, limit: str, what: str) -> None:
+        self._log.warning("turn_timed_out", turn_id=turn.turn_id, limit=limit)
+        self.cancel(turn, TurnTimeoutError(f"{what} ({limit})", limit=limit, conversation_id=self._id))
+
+    def _force(self, turn: Turn) -> None:
+        """Replace a worker that has not obeyed a cancel."""
+        if turn is self._turn and self.state is State.BUSY and self._link is not None:
+            self._became(Event.STOP_BEGUN, reason="the turn did not end when it was cancelled")
+            self._around.in_background(
+                self._link.kill("did not obey a cancel", term_grace_s=self._settings.term_grace_s)
+            )
+
+    # --- stopping and dying ---
+
+    async def _stop_worker(self, reason: str) -> Stopped | None:
+        link = self._link
+        if link is None or self.state not in (State.IDLE, State.BUSY):  # it died by itself in the meantime
+            return None
+        self._became(Event.STOP_BEGUN, reason=reason)
+        stopping = self._around.in_background(link.stop(self._settings.close_grace_s, self._settings.term_grace_s))
+        await asyncio.wait({stopping})  # whoever gives up waiting does not give up the stop
+        stopped: Stopped = stopping.result()
+        self._log.info("stopped", rung=stopped.rung, strays=stopped.strays)
+        return stopped
+
+    def _died(self, link: WorkerLink, death: Death) -> None:
+        if link is not self._link:
+            return  # it never became ready; its start tells the story
+        self._link = None
+        self._became(Event.DIED, exit=str(death), wanted=death.wanted)
+        self.status = "dormant"
+        if not death.wanted:
+            self._to_replace = death
+            self.last_error = f"the worker {death}"
+            self._around.in_background(asyncio.to_thread(kill_strays, link.marker))
+        turn = self._turn
+        if turn is None:
+            self._save_soon()
+        elif turn.ending is not None:
+            self._settle(turn, self._ended_early(turn))
+        else:
+            self._around.in_background(self._recover(turn, death))
+
+    async def _recover(self, turn: Turn, death: Death) -> None:
+        """Replace the worker that died in this turn, and give the turn its reply or a clean error."""
+        turn.deaths += 1
+        turn.tools_open.clear()
+        turn.questions_open.clear()
+        self._log.warning("worker_died_in_turn", turn_id=turn.turn_id, deaths=turn.deaths, exit=str(death))
+        if turn.ending is not None:
+            self._settle(turn, self._ended_early(turn))
+            return
+        if turn.deaths > self._settings.restarts_max:
+            self.status = "failed"
+            self._settle(turn, self._crashed(turn, death))
+            return
+        try:
+            opened = await self._started(wire.Turn(turn.turn_id, turn.attempt, turn.text))
+        except HermesPoolError as error:
+            self._settle(turn, turn.ending if isinstance(turn.ending, HermesPoolError) else error)
+            return
+        except BaseException as error:
+            self._settle(turn, self._crashed(turn, death))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            self._log.exception("recovery_failed")
+            return
+        if opened.recovered is not None:
+            self.turns += 1
+            self._settle(turn, self._reply(turn, opened.recovered))
+        elif turn.ending is not None:
+            self._settle(turn, self._ended_early(turn))
+        elif self.state is not State.IDLE:  # and the new one is gone already
+            self._settle(turn, self._crashed(turn, self._to_replace or death))
+        elif self._may_replay(turn):
+            turn.attempt += 1
+            self._hand_over(turn, self._frame(turn))
+            turn.push(wire.Status(turn.turn_id, turn.attempt, f"the worker {death}; another one begins anew"))
+        else:
+            self._settle(turn, self._crashed(turn, death))
+
+    def _may_replay(self, turn: Turn) -> bool:
+        policy = self._settings.replay
+        return policy == "always" or (policy == "until_tool" and not turn.tools_started)
+
+    def _crashed(self, turn: Turn, death: Death) -> WorkerCrashedError:
+        told = {
+            "exit": str(death),
+            "returncode": death.exit.returncode,
+            "conversation_id": self._id,
+            "stderr_tail": death.stderr_tail,
+        }
+        if turn.tools_started and self._settings.replay != "always":
+            tools = ", ".join(dict.fromkeys(turn.tools_started))
+            return TurnInterruptedError(
+                f"the worker {death} after a tool had started ({tools}); its effect may have happened, so the message "
+                "was not run again: look before you send it again",
+                tools=turn.tools_started,
+                **told,
+            )
+        times = "once" if turn.deaths == 1 else f"{turn.deaths} times"
+        return WorkerCrashedError(
+            f"the worker {death}; this message has ended a worker {times}. The next message gets a new one", **told
+        )
+
+    # --- the table ---
+
+    def _became(self, event: Event, **facts: Any) -> None:
+        """Make a transition and announce it; the facts go into the log."""
+        before = self.state
+        self.state = lifecycle.after(before, event)
+        level = "debug" if event in (Event.TURN_BEGUN, Event.TURN_ENDED) else "info"
+        getattr(self._log, level)(event.value, state=self.state.value, before=before.value, **facts)
+        self._around.changed(self)
+
+    @property
+    def _id(self) -> str:
+        return self.key.conversation_id
+
+
+def _about(error: WorkerStartError, conversation_id: str) -> WorkerStartError:
+    """Return the same error, told of a conversation: a link knows none."""
+    return type(error)(str(error), step=error.step, conversation_id=conversation_id)
+
+
+def _log_line(log: Any, line: str) -> None:
+    log.info("worker_stderr", line=line)
+
+
+def _iso(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat(timespec="milliseconds")

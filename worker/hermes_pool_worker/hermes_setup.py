@@ -1,0 +1,220 @@
+"""Getting Hermes ready in a worker: its environment, its configuration, its agent object.
+
+Hermes is imported inside the functions, in this order: the environment is set, the configuration laid out, and only
+then the rest imported, because much of Hermes reads both while it is imported.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from hermes_pool_worker.agent import MissingDependencyError
+
+HERMES: Final = "hermes-agent==0.19.0"
+PLATFORM: Final = "hermes-pool"
+"""Under this name Hermes files the sessions (column ``source``)."""
+
+QUIET: Final[dict[str, Any]] = {
+    "agent": {"environment_probe": False},
+    "approvals": {"mode": "manual"},
+    "memory": {"nudge_interval": 0},
+    "skills": {"creation_nudge_interval": 0},
+}
+"""Hermes' defaults as a worker needs them: no probing subprocesses at the start, a person and not a second model asked
+about dangerous commands, no reviews by the model behind the back of an idle worker."""
+
+_FOREIGN: Final = (
+    "HERMES_CRON_SESSION", "HERMES_GATEWAY_SESSION", "HERMES_INTERACTIVE", "HERMES_UI_SESSION_ID", "TERMINAL_CWD",
+)  # fmt: skip
+_CERTIFICATES: Final = ("HERMES_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+
+
+class HermesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ``agent_options`` of ``agent="hermes"``. What is left out is as in the user's Hermes configuration."""
+
+    model: str | None = None
+    """Name of the model."""
+    provider: str | None = None
+    """Hermes' name of its provider; ``custom`` where only ``base_url`` is given."""
+    base_url: str | None = None
+    """URL of an OpenAI-compatible server."""
+    api_key: str | None = None
+    """Key for the provider or server."""
+    context_length: int | None = None
+    """Context window of the model in tokens; given, Hermes need not ask the server for it."""
+    max_iterations: int | None = None
+    """Most model calls of one turn."""
+    system_prompt: str | None = None
+    """Put behind Hermes' own system prompt; not stored with the session."""
+    enabled_toolsets: list[str] | None = None
+    """Hermes' toolsets to offer; default: those that are switched on for Hermes' command line."""
+    disabled_toolsets: list[str] | None = None
+    """Toolsets to take away from these."""
+    approvals: Literal["ask", "off"] | None = None
+    """``ask``: dangerous commands become questions to the caller; ``off``: they run without one. Default: ``ask``,
+    unless the user's Hermes configuration says otherwise."""
+    cwd: str | None = None
+    """Folder in which the tools start; default: the worker's own."""
+    config: dict[str, Any] = {}
+    """Laid over Hermes' ``config.yaml``, in its shape, for this worker only."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "HermesOptions":
+        """Return the checked options; ``MissingDependencyError`` says what is wrong with them."""
+        try:
+            return msgspec.convert(dict(options), cls)
+        except msgspec.ValidationError as error:
+            known = ", ".join(cls.__struct_fields__)
+            raise MissingDependencyError(f"agent_options of the agent 'hermes': {error}. They are: {known}") from error
+
+    def overlay(self) -> dict[str, Any]:
+        """Return all that is laid over Hermes' configuration.
+
+        The model goes this way, and not to the agent's constructor alone, because compaction, delegation and other
+        helpers of Hermes look it up in the configuration.
+        """
+        model: dict[str, Any] = {"default": self.model, "context_length": self.context_length}
+        if self.provider or self.base_url:
+            # The URL and the key of one provider are of no use to another: they are replaced together.
+            model["provider"] = self.provider or "custom"
+            model["base_url"] = self.base_url or ""
+            model["api_key"] = self.api_key or ""
+        elif self.api_key:
+            model["api_key"] = self.api_key
+        overlay: dict[str, Any] = {"model": {key: value for key, value in model.items() if value is not None}}
+        if self.approvals is not None:
+            overlay["approvals"] = {"mode": "manual" if self.approvals == "ask" else "off"}
+        if self.cwd is not None:
+            overlay["terminal"] = {"cwd": self.cwd}
+        return merged(overlay, self.config)
+
+
+def import_hermes(options: HermesOptions) -> dict[str, Any]:
+    """Import Hermes and return its configuration; ``MissingDependencyError`` when it is not installed, or not whole."""
+    _clean_environment()
+    try:
+        _lay_out_configuration(options.overlay())
+        import run_agent  # noqa: F401, PLC0415
+        from hermes_cli.config import load_config  # noqa: PLC0415
+        from tools import approval  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Hermes Agent cannot be imported ({error}). Install it into the workers' interpreter, for instance with "
+            f"{sys.executable} -m pip install {HERMES}"
+        ) from error
+    approval.save_permanent_allowlist = _save_allowlist
+    _trust_certifi()
+    config: dict[str, Any] = load_config()
+    return config
+
+
+def build_agent(
+    config: dict[str, Any], options: HermesOptions, session_id: str | None, database: Any, callbacks: Mapping[str, Any]
+) -> Any:
+    """Return Hermes' agent object, with the model and the tools that Hermes' own command line would use."""
+    from hermes_cli.auth import AuthError, is_rate_limited_auth_error  # noqa: PLC0415
+    from hermes_cli.fallback_config import get_fallback_chain  # noqa: PLC0415
+    from hermes_cli.mcp_startup import start_background_mcp_discovery, wait_for_mcp_discovery  # noqa: PLC0415
+    from hermes_cli.runtime_provider import resolve_runtime_provider  # noqa: PLC0415
+    from hermes_cli.tools_config import _get_platform_tools  # noqa: PLC0415 - what Hermes' own entries all call
+    from hermes_constants import resolve_reasoning_config  # noqa: PLC0415
+    from run_agent import AIAgent  # noqa: PLC0415
+
+    model = str((config.get("model") or {}).get("default") or "")
+    toolsets = options.enabled_toolsets
+    if config.get("mcp_servers"):
+        start_background_mcp_discovery(logger=logging.getLogger(__name__), thread_name="mcp-discovery")
+        wait_for_mcp_discovery()
+    try:
+        runtime = resolve_runtime_provider(target_model=model or None)
+        return AIAgent(
+            model=model,
+            **{key: runtime.get(key) for key in ("provider", "base_url", "api_key", "api_mode", "credential_pool")},
+            acp_command=runtime.get("command"),
+            acp_args=list(runtime.get("args") or []),
+            fallback_model=get_fallback_chain(config) or None,
+            reasoning_config=resolve_reasoning_config(config, model),
+            max_iterations=options.max_iterations or int((config.get("agent") or {}).get("max_turns") or 90),
+            enabled_toolsets=sorted(_get_platform_tools(config, "cli")) if toolsets is None else toolsets,
+            disabled_toolsets=options.disabled_toolsets,
+            ephemeral_system_prompt=options.system_prompt,
+            session_id=session_id,
+            session_db=database,
+            platform=PLATFORM,
+            quiet_mode=True,
+            # Hermes really sleeps between two tool calls: a second each, by default.
+            tool_delay=0,
+            **callbacks,
+        )
+    except (AuthError, RuntimeError, ValueError) as error:
+        if isinstance(error, AuthError) and is_rate_limited_auth_error(error):
+            raise
+        raise MissingDependencyError(
+            f"Hermes has no model to talk to: {error} Choose one with `hermes model`, in the HERMES_HOME of the "
+            "workers, or give model, base_url and api_key in agent_options."
+        ) from error
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``over`` laid over it, leaf by leaf."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _clean_environment() -> None:
+    """Take out what belongs to somebody else's session, and set what Hermes reads while it is imported."""
+    for name in list(os.environ):
+        if name.startswith("HERMES_SESSION_") or name in _FOREIGN:
+            del os.environ[name]
+    # Without this Hermes installs packages into its own environment, in the middle of a start.
+    os.environ.setdefault("HERMES_DISABLE_LAZY_INSTALLS", "1")
+    # Otherwise a process without a terminal runs dangerous commands unasked. ``approvals: off`` still ends the asking.
+    os.environ.setdefault("HERMES_EXEC_ASK", "1")
+
+
+def _trust_certifi() -> None:
+    """Name the certificates' file to Hermes, which else gathers it anew, for most of a turn's CPU time.
+
+    Comes after the import, which has read Hermes' ``.env``: certificates that are named there, or in the environment,
+    are the user's choice.
+    """
+    if not any(os.environ.get(name) for name in _CERTIFICATES):
+        import certifi  # noqa: PLC0415 - one of Hermes' dependencies, not of the worker's
+
+        os.environ["HERMES_CA_BUNDLE"] = certifi.where()
+
+
+def _lay_out_configuration(overlay: dict[str, Any]) -> None:
+    """Put ``QUIET`` below the user's ``config.yaml`` and ``overlay`` above it, in this process only.
+
+    Hermes copies ``DEFAULT_CONFIG`` and merges the user's file over it at each load, so what is changed there is a
+    default that the user can override. Above the file it merges what an administrator's file demands, from
+    ``load_managed_config``; the overlay joins it there, below the administrator.
+    """
+    from hermes_cli import config, managed_scope  # noqa: PLC0415
+
+    defaults = merged(config.DEFAULT_CONFIG, QUIET)
+    config.DEFAULT_CONFIG.clear()
+    config.DEFAULT_CONFIG.update(defaults)
+    demanded = managed_scope.load_managed_config
+    managed_scope.load_managed_config = lambda: merged(overlay, demanded())
+
+
+def _save_allowlist(patterns: set[str]) -> None:
+    """Store what a person has allowed for ``always``, in the place where Hermes looks for it.
+
+    Hermes' own function writes the whole configuration anew: without the user's comments, and without each value that
+    an overlay covers. This one changes the one key.
+    """
+    from hermes_cli.config import get_config_path, read_raw_config  # noqa: PLC0415
+    from utils import atomic_roundtrip_yaml_update  # noqa: PLC0415 - Hermes' module of this name
+
+    stored = read_raw_config().get("command_allowlist") or []
+    atomic_roundtrip_yaml_update(get_config_path(), "command_allowlist", sorted({*stored, *patterns}))
