@@ -1,0 +1,125 @@
+"""What tests share: pools that are closed and then looked for in the operating system, and ways to await facts."""
+
+import asyncio
+import os
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hermes_pool import HermesSessionManager, PoolSettings
+
+FAULTY = Path(__file__).parent / "crash" / "faulty_workers"
+DEADLINE_S = 20.0
+
+QUICK = {
+    "agent": "echo",
+    "idle_sweep_s": 0.1,
+    "close_grace_s": 1.0,
+    "term_grace_s": 0.5,
+    "start_timeout_s": 15.0,
+}
+
+
+async def until(fact: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Wait until ``fact()`` (or what it awaits) is true and return it. The pace is the loop's; the deadline is hard."""
+    end = time.monotonic() + deadline_s
+    while True:
+        value = fact()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline_s} s: {what}")
+        await asyncio.sleep(0.01)
+
+
+def descriptors() -> set[str]:
+    """The descriptors of this process, with what they refer to."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        # The loop's own, and a file that some library keeps open on purpose, are not ours to count.
+        if target.startswith(("pipe:", "socket:", "anon_inode:[pidfd]")) or ".db" in target:
+            found.add(f"{name} {target}")
+    return found
+
+
+def children() -> set[int]:
+    """All descendants of this process, zombies included."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Fail if the test leaves a process or a descriptor behind. Asked of the operating system, not of the pool."""
+    before = children(), descriptors()
+    yield
+    end = time.monotonic() + 5
+    while (left := children() - before[0]) and time.monotonic() < end:
+        psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p.pid in left], timeout=0.05)
+    assert not left, f"processes left: {[_described(pid) for pid in left]}"
+    if sys.platform == "linux":
+        assert not descriptors() - before[1], f"descriptors left: {descriptors() - before[1]}"
+
+
+def _described(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid))
+    except psutil.Error as error:
+        return repr(error)
+
+
+Pool = HermesSessionManager
+OpenPool = Callable[..., Awaitable[HermesSessionManager]]
+
+
+@pytest.fixture
+async def open_pool(tmp_path: Path, nothing_left: None) -> AsyncIterator[OpenPool]:
+    """Open pools with quick settings; each is closed at the end, and its tasks must be gone."""
+    pools: list[HermesSessionManager] = []
+
+    async def open_one(*, store: Any = None, **settings: Any) -> HermesSessionManager:
+        values = {"state_dir": tmp_path / "state", **QUICK, **settings}
+        pool = HermesSessionManager(PoolSettings(**values), store=store)
+        pools.append(await pool.__aenter__())
+        return pool
+
+    yield open_one
+    for pool in pools:
+        await asyncio.wait_for(pool.close(), 20)
+    await until(lambda: len(asyncio.all_tasks()) <= 1, f"no task left, but {asyncio.all_tasks()}", 2)
+
+
+@pytest.fixture
+def faulty() -> Callable[[str], dict[str, Any]]:
+    """Settings for an agent of ``faulty_workers``, run in the real shim."""
+
+    def settings(name: str, **options: Any) -> dict[str, Any]:
+        assert (FAULTY / f"{name}.py").exists()
+        return {"agent": f"{name}:Agent", "agent_paths": (str(FAULTY),), "agent_options": options}
+
+    return settings
+
+
+@pytest.fixture
+def instead_of_python(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """Settings for a program of ``faulty_workers`` that takes the place of the whole worker, shim and all."""
+
+    def settings(name: str) -> dict[str, Any]:
+        program = tmp_path / name
+        source = (FAULTY / f"{name}.py").read_text()
+        program.write_text(f"#!{sys.executable}\n{source}")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        return {"worker_python": str(program)}
+
+    return settings

@@ -1,0 +1,522 @@
+"""The real Hermes in the real worker program, over raw frames, with a scripted model on loopback."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hermes_pool.scripted_model import CONTEXT_TOKENS, ScriptedModel, write_hermes_home
+from hermes_pool_worker import wire
+
+WORKER = Path(wire.__file__).with_name("__main__.py")
+FRAME_BYTES_MAX = 16 * 1024 * 1024
+END = (wire.TurnDone, wire.TurnFailed)
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("run_agent") is None, reason="Hermes is not installed in this environment"),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for what is left in /proc"),
+]
+
+
+class Worker:
+    """A worker program and both ends of its wire."""
+
+    def __init__(self, home, folder, **environ):
+        self.log = folder / f"worker-{uuid.uuid4().hex}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", WORKER, "hermes", str(FRAME_BYTES_MAX)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=folder,
+                env={"PATH": os.environ["PATH"], "HOME": str(folder), "HERMES_HOME": str(home), **environ},
+                start_new_session=True,
+            )
+        self.decoder = wire.FrameDecoder(wire.FromWorker, FRAME_BYTES_MAX)
+        self.waiting = []
+        self.turns = 0
+
+    def send(self, message):
+        self.process.stdin.write(wire.encode(message))
+        self.process.stdin.flush()
+
+    def receive(self, *, timeout_s=30):
+        """Return the next message; ``EOFError`` at the end of the wire."""
+        while not self.waiting:
+            ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+            assert ready, f"no frame in {timeout_s} s; {self.log.read_text()}"
+            data = os.read(self.process.stdout.fileno(), 65536)
+            if not data:
+                raise EOFError(self.log.read_text())
+            self.waiting += self.decoder.feed(data)
+            assert self.decoder.failed is None
+        return self.waiting.pop(0)
+
+    def until(self, *types):
+        """Return all messages up to and with the first one of these types."""
+        messages = [self.receive()]
+        while not isinstance(messages[-1], types):
+            messages.append(self.receive())
+        return messages
+
+    def open(self, **fields):
+        self.send(wire.Open("conversation", **fields))
+        return self.until(wire.Opened)[-1]
+
+    def begin(self, text):
+        self.turns += 1
+        turn = wire.Turn(f"turn-{self.turns}", 1, text)
+        self.send(turn)
+        return turn
+
+    def turn(self, text):
+        """Run a turn; return its messages, the last one of which ends it."""
+        begun = self.begin(text)
+        messages = self.until(*END)
+        assert {(message.turn_id, message.attempt) for message in messages} == {(begun.turn_id, 1)}
+        return messages
+
+    def ask(self, text):
+        """Run a turn that is to be completed; return how it ended."""
+        done = self.turn(text)[-1]
+        assert isinstance(done, wire.TurnDone), done
+        assert done.outcome == "completed"
+        return done
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def close(self):
+        """Have it put everything away and leave; return how long that took, in seconds."""
+        begun = time.monotonic()
+        self.send(wire.Close())
+        self.until(wire.Closed)
+        assert self.process.wait(10) == 0, self.log.read_text()
+        return time.monotonic() - begun
+
+
+@pytest.fixture
+def model():
+    with ScriptedModel() as server:
+        yield server
+
+
+@pytest.fixture
+def home(tmp_path, model):
+    return write_hermes_home(tmp_path / "hermes", model.url)
+
+
+@pytest.fixture
+def start(home, tmp_path):
+    """Return a function that starts a worker; whatever is left of the workers and their tools ends with the test."""
+    marker = uuid.uuid4().hex
+    workers = []
+
+    def start_worker(**environ):
+        workers.append(Worker(home, tmp_path, HERMES_POOL_TEST=marker, **environ))
+        return workers[-1]
+
+    def left():
+        """Return the pids of all processes that descend from these workers."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if marker.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    start_worker.left = left
+    yield start_worker
+    for worker in workers:
+        worker.kill()
+        worker.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            worker.process.stdin.close()
+    for pid in left():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def rows(home, session_id):
+    """Return (role, content, active) of all messages of a session, as any other program finds them on disk."""
+    with contextlib.closing(sqlite3.connect(f"file:{home / 'state.db'}?mode=ro", uri=True)) as database:
+        select_all = "SELECT role, content, active FROM messages WHERE session_id = ? ORDER BY id"
+        return list(database.execute(select_all, (session_id,)))
+
+
+def said(body):
+    """Return what the user said in the messages of a request to the model."""
+    return [message["content"] for message in body["messages"] if message["role"] == "user"]
+
+
+def assert_well_paired(body):
+    """A provider refuses a request in which a tool call has no result, or two messages of the user follow."""
+    open_calls, last = set(), None
+    for message in body["messages"]:
+        if message["role"] == "tool":
+            open_calls.remove(message["tool_call_id"])
+        else:
+            assert not open_calls
+            assert message["role"] != last
+        open_calls |= {call["id"] for call in message.get("tool_calls") or ()}
+        last = message["role"]
+    assert not open_calls
+
+
+def text_of(messages):
+    return "".join(message.text for message in messages if isinstance(message, wire.TextDelta))
+
+
+def of(messages, kind):
+    return [message for message in messages if isinstance(message, kind)]
+
+
+# --- turns ---
+
+
+def test_turns_in_context_with_tools_reasoning_and_bad_text(start, home, model):
+    config = (home / "config.yaml").read_bytes()
+    worker = start(HERMES_SESSION_CHAT_ID="another-chat", HERMES_SESSION_KEY="another", TERMINAL_CWD="/")
+    opened = worker.open()
+    assert (opened.resumed, opened.recovered, opened.notice) == (False, None, None)
+
+    first = worker.turn("Hi, I am Ada.")
+    assert text_of(first) == first[-1].text == '(scripted) You said: "Hi, I am Ada." (message 1 of this conversation)'
+    assert len(of(first, wire.TextDelta)) > 3
+    assert first[-1].session_id == opened.session_id
+    second = worker.ask("What is my name?")
+    assert second.text == "(scripted) Your name is Ada."
+    assert len({opened.committed, first[-1].committed, second.committed}) == 3
+    # Counts are of the turn, not of the session.
+    assert second.usage["api_calls"] == 1
+    assert second.usage["input_tokens"] < 2 * first[-1].usage["input_tokens"]
+
+    used = worker.turn("[tool echo chat=$HERMES_SESSION_CHAT_ID in $PWD]")
+    (started,), (finished,) = of(used, wire.ToolStarted), of(used, wire.ToolFinished)
+    assert used.index(started) < used.index(finished)
+    assert (started.name, started.call_id) == ("terminal", finished.call_id)
+    assert "echo chat=" in started.arguments
+    assert finished.ok
+    assert finished.duration_s > 0
+    assert f"chat= in {home.parent}" in finished.result
+    assert f"chat= in {home.parent}" in used[-1].text
+    (failed_tool,) = of(worker.turn("[tool seq 9999; false]"), wire.ToolFinished)
+    assert not failed_tool.ok
+    assert len(failed_tool.result) <= 500
+
+    thought = worker.turn("[reason]")
+    assert "".join(delta.text for delta in of(thought, wire.ReasoningDelta)) == "(scripted) Let me look at the script."
+
+    half = worker.turn("[surrogate] \ud83d in, \udc97 out")
+    assert half[-1].text == text_of(half) == "(scripted) Half a pair: \N{REPLACEMENT CHARACTER}."
+    assert said(model.requests[-1])[-1] == "[surrogate] \N{REPLACEMENT CHARACTER} in, \N{REPLACEMENT CHARACTER} out"
+    worker.ask('[call terminal {"command": "sleep 600", "background": true}]')
+    last = worker.ask("how many messages")
+    assert last.text == "(scripted) You have sent 8 messages."
+
+    assert worker.close() < 3
+    assert start.left() == []
+    assert (home / "config.yaml").read_bytes() == config
+    resumed = start()
+    again = resumed.open(session_id=opened.session_id, committed=last.committed)
+    assert (again.resumed, again.session_id, again.notice) == (True, opened.session_id, None)
+    assert again.committed == last.committed
+    assert resumed.ask("What did I say first?").text == '(scripted) You said first: "Hi, I am Ada."'
+
+
+def test_a_failed_turn_leaves_no_trace(start, home, model):
+    worker = start()
+    opened = worker.open()
+    committed = worker.ask("one").committed
+    for text, reason in (
+        ("[error 400] poison", "provider_error"),
+        ("[error 500] poison", "server_error"),
+        ("[tool echo a] [error 400] poison", "provider_error"),
+        ("[empty] poison", "empty_response"),
+    ):
+        failed = worker.turn(text)[-1]
+        assert isinstance(failed, wire.TurnFailed), failed
+        assert (failed.reason, failed.committed) == (reason, committed)
+    worker.ask("two")
+    assert said(model.requests[-1]) == ["one", "two"]
+    assert [content for role, content, active in rows(home, opened.session_id) if role == "user" and active] == [
+        "one",
+        "two",
+    ]
+
+
+# --- cancelling ---
+
+
+def test_cancelling(start, home, model):
+    worker = start()
+    opened = worker.open()
+    worker.ask("one")
+
+    def cancel(turn):
+        worker.send(wire.Cancel(turn.turn_id, turn.attempt))
+        begun = time.monotonic()
+        done = worker.until(*END)[-1]
+        assert time.monotonic() - begun < 5
+        assert (type(done), done.outcome, done.turn_id) == (wire.TurnDone, "interrupted", turn.turn_id)
+        return done
+
+    # At once: whether the turn has begun by then or not.
+    assert cancel(worker.begin("at once [hang]")).text == ""
+
+    # In the middle of the reply: what there is of it is kept, and told.
+    turn = worker.begin("in the reply [stall]")
+    worker.until(wire.TextDelta)
+    assert cancel(turn).text == "(scripted) This reply is never finished"
+
+    # While the model is silent: the turn has not been.
+    seen = len(model.requests)
+    turn = worker.begin("in silence [hang]")
+    model.wait_for_request(seen + 1)
+    assert cancel(turn).text == ""
+
+    # In the middle of a tool: it ends, and the model will know of it.
+    turn = worker.begin("in a tool [tool sleep 60]")
+    worker.until(wire.ToolStarted)
+    assert cancel(turn).text == ""
+
+    assert worker.ask("how many messages").text == "(scripted) You have sent 4 messages."
+    assert said(model.requests[-1]) == ["one", "in the reply [stall]", "in a tool [tool sleep 60]", "how many messages"]
+    assert_well_paired(model.requests[-1])
+    # A cancel that comes too late does not touch the next turn.
+    worker.send(wire.Cancel("turn-1", 1))
+    assert worker.ask("how many messages").text == "(scripted) You have sent 5 messages."
+    assert not [content for _, content, active in rows(home, opened.session_id) if active and "[hang]" in content]
+
+
+# --- crashes ---
+
+
+def test_killed_in_the_middle_of_a_reply(start, home, model):
+    worker = start()
+    opened = worker.open()
+    committed = worker.ask("one").committed
+    lost = worker.begin("lost [stall]")
+    worker.until(wire.TextDelta)
+    worker.kill()
+    assert [(content, active) for role, content, active in rows(home, opened.session_id)][-1] == ("lost [stall]", 1)
+
+    worker = start()
+    again = worker.open(session_id=opened.session_id, committed=committed, unfinished=lost)
+    assert (again.session_id, again.resumed, again.recovered) == (opened.session_id, True, None)
+    assert again.committed == committed
+    # As the supervisor does when it runs the turn again: its text is in the history once.
+    worker.begin(lost.text)
+    worker.until(wire.TextDelta)
+    assert said(model.requests[-1]) == ["one", "lost [stall]"]
+    worker.kill()
+
+    # And when it does not: not at all. The host knew nothing of it this time.
+    worker = start()
+    worker.open(session_id=opened.session_id, committed=committed)
+    worker.ask("two")
+    assert said(model.requests[-1]) == ["one", "two"]
+    active = [content for role, content, active in rows(home, opened.session_id) if role == "user" and active]
+    assert active == ["one", "two"]
+
+
+def test_killed_in_the_middle_of_a_tool(start, model):
+    worker = start()
+    opened = worker.open()
+    kept = worker.ask("keep [tool echo a]")
+    worker.begin("lost [tool echo b] [tool sleep 60]")
+    worker.until(wire.ToolFinished)
+    worker.until(wire.ToolStarted)
+    worker.kill()
+
+    worker = start()
+    again = worker.open(session_id=opened.session_id, committed=kept.committed)
+    assert "tools may have acted" in again.notice
+    worker.ask("two")
+    assert said(model.requests[-1]) == ["keep [tool echo a]", "two"]
+    assert_well_paired(model.requests[-1])
+
+
+def test_a_finished_turn_whose_reply_got_lost(start, model):
+    worker = start()
+    opened = worker.open()
+    committed = worker.ask("one").committed
+    reply = worker.ask("two [tool echo a]")
+    worker.kill()
+
+    # The host died before it had stored the mark, and so does not know that the turn was ever begun.
+    worker = start()
+    kept = worker.open(session_id=opened.session_id, committed=committed)
+    assert (kept.recovered, kept.committed, kept.notice) == (None, reply.committed, None)
+    count = worker.ask("how many messages")
+    assert count.text == "(scripted) You have sent 3 messages."
+
+    # The worker died with the reply on its lips.
+    lost = worker.begin(" three \ud83d [slow 2]\n")
+    reply = worker.until(*END)[-1]
+    worker.kill()
+    seen = len(model.requests)
+    worker = start()
+    again = worker.open(session_id=opened.session_id, committed=count.committed, unfinished=lost)
+    assert again.recovered == reply.text
+    assert again.committed == reply.committed
+    assert len(model.requests) == seen
+    assert worker.ask("how many messages").text == "(scripted) You have sent 5 messages."
+
+
+def test_an_unknown_session_is_told(start):
+    worker = start()
+    opened = worker.open(session_id="20200101_000000_nobody", committed="7.abc")
+    assert not opened.resumed
+    assert opened.session_id != "20200101_000000_nobody"
+    assert "does not know the session 20200101_000000_nobody" in opened.notice
+    worker.close()
+
+    # A session that has had no turn is not on Hermes' disk, and nothing of it can be lost.
+    worker = start()
+    again = worker.open(session_id=opened.session_id, committed=opened.committed)
+    assert (again.session_id, again.notice) == (opened.session_id, None)
+    done = worker.ask("one")
+    assert done.session_id == opened.session_id
+    worker.close()
+
+    # A mark of a history that is gone, as after a restored backup of Hermes' database.
+    worker = start()
+    assert "ends before" in worker.open(session_id=opened.session_id, committed="9999.abc").notice
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compaction_keeps_the_place_of_the_marks(start, home, model, in_place):
+    options = {"context_length": 64_000, "config": {"compression": {"in_place": in_place}}}
+    worker = start()
+    opened = worker.open(options=options)
+    marks = [opened.committed]
+    moved = None
+    long = "word " * 9_000
+    while not (model.requests and "[CONTEXT COMPACTION" in json.dumps(model.requests[-1]["messages"])):
+        assert len(marks) < 12
+        messages = worker.turn(f"number {len(marks)}: {long}")
+        assert isinstance(messages[-1], wire.TurnDone)
+        marks.append(messages[-1].committed)
+        moved = next((message.session_id for message in of(messages, wire.SessionMoved)), moved)
+    assert (moved is None) == in_place
+    lost = wire.Turn("lost", 1, f"number {len(marks) - 1}: {long}")
+    worker.kill()
+
+    # The mark of the turn before the compaction, in a row that has been archived and written anew.
+    worker = start()
+    again = worker.open(session_id=opened.session_id, committed=marks[-2], unfinished=lost, options=options)
+    assert again.session_id == (moved or opened.session_id)
+    assert again.recovered == messages[-1].text
+    assert again.committed == marks[-1]
+    assert again.notice is None
+    assert_well_paired(model.requests[-1])
+
+
+# --- questions ---
+
+
+def test_dangerous_commands_are_asked_about(start, home, tmp_path):
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    config = (home / "config.yaml").read_text()
+    worker = start()
+    worker.open(options={"context_length": 70_000, "config": {"approvals": {"timeout": 1}}})
+    command = f"rm -rf {folder}"
+
+    def ask(answer):
+        turn = worker.begin(f"[tool {command}]")
+        question = worker.until(wire.Question)[-1]
+        assert (question.kind, question.choices) == ("approval", ["once", "session", "always", "deny"])
+        assert command in question.text
+        assert question.timeout_s == 1
+        assert folder.exists()
+        if answer is not None:
+            worker.send(wire.Answer(turn.turn_id, turn.attempt, question.question_id, answer))
+        messages = worker.until(*END)
+        (finished,) = of(messages, wire.ToolFinished)
+        return finished
+
+    for answer in (None, "deny", "certainly"):
+        assert not ask(answer).ok
+        assert folder.exists()
+    assert ask("once").ok
+    folder.mkdir()
+    assert (home / "config.yaml").read_text() == config
+    assert ask("always").ok
+    # No further question; and in the user's configuration nothing has changed but this.
+    folder.mkdir()
+    assert not of(worker.turn(f"[tool {command}]"), wire.Question)
+    assert not folder.exists()
+    changed = (home / "config.yaml").read_text().splitlines()
+    assert [line for line in config.splitlines() if line not in changed] == []
+    assert [line for line in changed if line not in config] == ["command_allowlist:", "  - recursive delete"]
+
+    turn = worker.begin('[call clarify {"question": "Which?", "choices": ["red", "blue"]}]')
+    question = worker.until(wire.Question)[-1]
+    assert (question.kind, question.text, question.choices) == ("clarify", "Which?", ["red", "blue"])
+    worker.send(wire.Answer(turn.turn_id, turn.attempt, question.question_id, "gr\ud83dn"))
+    assert '"user_response": "gr\N{REPLACEMENT CHARACTER}n"' in worker.until(*END)[-1].text
+
+    # A cancel takes the place of an answer.
+    turn = worker.begin('[call clarify {"question": "Still there?"}]')
+    worker.until(wire.Question)
+    worker.send(wire.Cancel(turn.turn_id, turn.attempt))
+    assert worker.until(*END)[-1].outcome == "interrupted"
+    worker.ask("two")
+
+
+# --- starting ---
+
+
+def test_options_choose_the_model_and_the_tools(start, home, model, tmp_path):
+    (home / "config.yaml").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    worker = start()
+    worker.open(
+        options={
+            "base_url": model.url,
+            "model": "scripted",
+            "context_length": CONTEXT_TOKENS,
+            "enabled_toolsets": ["terminal"],
+            "system_prompt": "Answer in rhymes.",
+            "max_iterations": 1,
+            "approvals": "off",
+            "cwd": str(tmp_path / "elsewhere"),
+        }
+    )
+    messages = worker.turn("[tool pwd; rm -rf ../hermes/none] [tool pwd]")
+    assert not of(messages, wire.Question)
+    assert str(tmp_path / "elsewhere") in of(messages, wire.ToolFinished)[0].result
+    assert (messages[-1].outcome, "max_iterations" in messages[-1].notice) == ("partial", True)
+    first = model.requests[0]
+    assert "Answer in rhymes." in json.dumps(first["messages"][0])
+    assert {tool["function"]["name"] for tool in first["tools"]} == {"terminal", "process"}
+    assert not (home / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [({"modle": "x"}, "unknown field `modle`"), ({"provider": "nonsense"}, "hermes model"), ({}, "hermes model")],
+)
+def test_what_trying_again_cannot_mend(start, home, options, remedy):
+    (home / "config.yaml").unlink()
+    worker = start()
+    worker.send(wire.Open("conversation", options=options))
+    assert isinstance(worker.receive(), wire.Hello)
+    with pytest.raises(EOFError) as log:
+        worker.receive()
+    assert remedy in str(log.value)
+    assert worker.process.wait(10) == 78
