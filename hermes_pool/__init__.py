@@ -1,15 +1,5 @@
 """One long-lived Hermes Agent worker process per conversation, supervised from asyncio. Start at ``manager``."""
 
-from hermes_pool_worker.wire import (
-    Question,
-    ReasoningDelta,
-    SessionMoved,
-    Status,
-    TextDelta,
-    ToolFinished,
-    ToolStarted,
-)
-
 from hermes_pool.errors import (
     AgentFailedError,
     ConversationBusyError,
@@ -36,6 +26,15 @@ from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.store import Conversation, ConversationStore
 from hermes_pool.turn import Reply, Turn
+from hermes_pool_worker.wire import (
+    Question,
+    ReasoningDelta,
+    SessionMoved,
+    Status,
+    TextDelta,
+    ToolFinished,
+    ToolStarted,
+)
 
 __all__ = [
     "AgentFailedError",

@@ -17,16 +17,22 @@ class HermesPoolError(Exception):
     retryable = False
 
     def __init__(self, message: str, *, conversation_id: str | None = None) -> None:
-        where = f"conversation {_shown(conversation_id)}: " if conversation_id is not None else ""
-        super().__init__(where + message)
+        super().__init__(message)
+        self.message = message
         self.conversation_id = conversation_id
 
+    def __str__(self) -> str:
+        """Say it, and of which conversation."""
+        if self.conversation_id is None:
+            return self.message
+        shown = self.conversation_id if len(self.conversation_id) <= _ID_SHOWN else self.conversation_id[:77] + "..."
+        return f"conversation {shown!r}: {self.message}"
 
-def _shown(conversation_id: str) -> str:
-    return repr(conversation_id if len(conversation_id) <= 80 else conversation_id[:77] + "...")
+
+_ID_SHOWN = 80
 
 
-# --- the call itself is wrong, or comes at the wrong time ---------------------------------------------------------------
+# --- the call itself is wrong, or comes at the wrong time ------------------------------------------------------------
 
 
 class SettingsError(HermesPoolError, ValueError):
@@ -57,7 +63,7 @@ class PoolFullError(HermesPoolError):
     retryable = True
 
 
-# --- a worker cannot be had ---------------------------------------------------------------------------------------------
+# --- a worker cannot be had ------------------------------------------------------------------------------------------
 
 
 class WorkerStartError(HermesPoolError):
@@ -83,7 +89,7 @@ class WorkerStartTimeoutError(WorkerStartError):
     """The worker was not ready within ``start_timeout_s``."""
 
 
-# --- a turn ended without a reply ---------------------------------------------------------------------------------------
+# --- a turn ended without a reply ------------------------------------------------------------------------------------
 
 
 class TurnError(HermesPoolError):
@@ -91,7 +97,7 @@ class TurnError(HermesPoolError):
 
 
 class AgentFailedError(TurnError):
-    """The agent reported that it could not answer (a provider's error, say). ``reason`` is a short word for programs."""
+    """The agent could not answer (a provider's error, say). ``reason`` is a short word for programs."""
 
     retryable = True
 
@@ -162,7 +168,7 @@ class TurnCancelledError(TurnError):
     """The conversation was stopped, or the pool closed, while this turn ran or waited."""
 
 
-# --- the store ----------------------------------------------------------------------------------------------------------
+# --- the store -------------------------------------------------------------------------------------------------------
 
 
 class StoreError(HermesPoolError):
@@ -172,7 +178,7 @@ class StoreError(HermesPoolError):
 
 
 class StateNotWritableError(StoreError):
-    """This conversation's ``agent_state`` cannot take ours without a loss: it is no JSON object, or has no row."""
+    """The conversation's ``agent_state`` cannot take ours without a loss: it is no JSON object, or has no row."""
 
     retryable = False
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from hermes_pool_worker import wire
-
 from hermes_pool import health
 from hermes_pool.errors import WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
 from hermes_pool.process import Command, Exit, Launcher, WorkerProcess
+from hermes_pool_worker import wire
 
 EXIT_UNUSABLE = 78
 """``EX_CONFIG``: the worker says that it can never start like this, and why, in its last line."""
@@ -185,7 +184,9 @@ class WorkerLink:
         if self.death.exit.returncode == EXIT_UNUSABLE and self.death.cause is None:
             remedy = tail[-1] if tail else "it did not say why"
             raise WorkerUnusableError(f"no worker can start like this: {remedy}", step=step, stderr_tail=tail[:-1])
-        raise WorkerStartError(f"the worker {self.death} before it was ready (step {step!r})", step=step, stderr_tail=tail)
+        raise WorkerStartError(
+            f"the worker {self.death} before it was ready (step {step!r})", step=step, stderr_tail=tail
+        )
 
     # --- speaking ---
 
@@ -213,7 +214,7 @@ class WorkerLink:
             self._condemn(f"broke the protocol ({self._decoder.failed})")
 
     def stdout_ended(self) -> None:
-        """The wire has ended: the process must be ending, or is made to."""
+        """Take note that the wire has ended: the process must be ending, or is made to."""
         self._ended = True
         if self._exit is not None:
             self._die()
@@ -225,7 +226,7 @@ class WorkerLink:
         self.stderr.feed(data)
 
     def exited(self, status: Exit) -> None:
-        """The process has ended; what it wrote before is still read, unless a tool holds the pipe open."""
+        """Take note of its end; what it wrote before is still read, unless a tool holds the pipe open."""
         self._exit = status
         if self._ended:
             self._die()
@@ -327,4 +328,3 @@ def _launch_error(error: OSError, command: Command) -> WorkerStartError:
     if isinstance(error, PermissionError):
         return WorkerUnusableError(f"{program} may not be executed: correct worker_python", step="launch")
     return WorkerStartError(f"the worker could not be launched: {error}", step="launch")
-

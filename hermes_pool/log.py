@@ -5,6 +5,7 @@ logger ``hermes_pool``, which has no handler but the null one.
 """
 
 import logging
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
@@ -26,7 +27,7 @@ def logger(**bound: Any) -> Any:
     )
 
 
-def _as_text(_logger: Any, _method: str, event: dict[str, Any]) -> str:
+def _as_text(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
     event.pop("level", None)
     name = event.pop("event")
     return " ".join([str(name), *(f"{key}={value!r}" for key, value in event.items())])

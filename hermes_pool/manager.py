@@ -20,6 +20,7 @@ from hermes_pool.process import launcher_for
 from hermes_pool.session import Session, Surroundings
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.start import Starter
 from hermes_pool.store import ConversationStore
 from hermes_pool.turn import Reply, Turn
 
@@ -59,20 +60,17 @@ class HermesSessionManager:
         self.settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         settings = self.settings
         self._store = self._given_store or ConversationStore.from_url(settings.store_url, settings.database_timeout_s)
-        self._markers = (f"{secrets.token_hex(8)}-{number}" for number in count(1))
         prefix, numbers = secrets.token_hex(4), count(1)
         self._around = Surroundings(
             settings=settings,
-            launcher=launcher_for(settings.launcher),
+            starter=Starter(settings, launcher_for(settings.launcher), dict(os.environ)),
             store=self._store,
-            host_environment=dict(os.environ),
             host=socket.gethostname(),
             log=self._log,
             make_room=self._make_room,
             changed=self._changed,
             save_soon=self._save_soon,
             in_background=self._in_background,
-            new_marker=lambda: next(self._markers),
             new_turn_id=lambda: f"{prefix}-{next(numbers)}",
         )
         self._started_at = datetime.now(UTC)
@@ -183,7 +181,9 @@ class HermesSessionManager:
 
     def _refuse_unless_open(self) -> None:
         if self._open != "open":
-            raise PoolClosedError("the pool is closed" if self._open == "closed" else "enter the pool first: async with")
+            raise PoolClosedError(
+                "the pool is closed" if self._open == "closed" else "enter the pool first: async with"
+            )
 
     def _forget_some(self) -> None:
         """Bound the memory of sessions that are at rest; the ones longest known go first."""
@@ -200,7 +200,9 @@ class HermesSessionManager:
         """Wait until one more worker is allowed; the session that has been idle longest goes dormant for it."""
         deadline = asyncio.get_running_loop().time() + self.settings.wait_timeout_s
         while self._alive() >= self.settings.workers_max:
-            idle = [(idle_s, session) for session in self._sessions.values() if (idle_s := session.idle_s()) is not None]
+            idle = [
+                (idle_s, session) for session in self._sessions.values() if (idle_s := session.idle_s()) is not None
+            ]
             for _, session in sorted(idle, key=lambda pair: pair[0], reverse=True):
                 if await session.hibernate(0.0):
                     break
@@ -209,7 +211,8 @@ class HermesSessionManager:
 
     async def _wait_for_room(self, asking: Session, deadline: float) -> None:
         refusal = PoolFullError(
-            f"all {self.settings.workers_max} workers (workers_max) are busy", conversation_id=asking.key.conversation_id
+            f"all {self.settings.workers_max} workers (workers_max) are busy",
+            conversation_id=asking.key.conversation_id,
         )
         if self.settings.busy == "reject":
             raise refusal

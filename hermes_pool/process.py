@@ -100,7 +100,7 @@ class Launcher(Protocol):
 
 
 def launcher_for(choice: Literal["auto", "spawn", "portable"]) -> Launcher:
-    """Return the launcher of a setting; ``spawn`` and ``auto`` fall back to the portable one where there is no pidfd."""
+    """Return the launcher of a setting; ``spawn`` and ``auto`` become the portable one where there is no pidfd."""
     if choice != "portable" and hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal"):
         return SpawnLauncher()
     return PortableLauncher()
@@ -113,8 +113,11 @@ class _PipeProtocol(asyncio.Protocol):
     """The reading end of one pipe, between its transport and a listener's method."""
 
     def __init__(self, received: Callable[[bytes], None], ended: Callable[[], None]) -> None:
-        self.data_received = received  # type: ignore[method-assign] - one call less on the path of every frame
+        self._received = received
         self._ended = ended
+
+    def data_received(self, data: bytes) -> None:
+        self._received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._ended()
@@ -139,7 +142,7 @@ class SpawnLauncher:
             our_err, child_err = pipe()
             for end in (child_in, child_out):
                 _enlarge(end)
-            popen = subprocess.Popen(
+            popen = subprocess.Popen(  # noqa: ASYNC220 - 0.3 ms; a thread would cost as much
                 command.argv, stdin=child_in, stdout=child_out, stderr=child_err, env=command.env, cwd=command.cwd,
                 start_new_session=True,
             )  # fmt: skip
@@ -244,11 +247,9 @@ class PortableLauncher:
     async def launch(self, command: Command, listener: Listener) -> WorkerProcess:
         """Start a process in a session (POSIX) or a process group (Windows) of its own."""
         loop = asyncio.get_running_loop()
-        group: dict[str, Any] = (
-            {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
-            if sys.platform == "win32"
-            else {"start_new_session": True}
-        )
+        group: dict[str, Any] = {"start_new_session": True}
+        if sys.platform == "win32":
+            group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
         try:
             transport, protocol = await loop.subprocess_exec(
                 lambda: _PortableProcess(listener), *command.argv, env=command.env, cwd=command.cwd, **group

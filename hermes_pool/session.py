@@ -6,18 +6,14 @@ caller that leaves early cannot let the next message in too soon.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
-
-import hermes_pool_worker
-from hermes_pool_worker import wire
+from typing import Any, Literal, cast
 
 from hermes_pool import lifecycle
-from hermes_pool.environment import worker_environment
+from hermes_pool.clocks import TurnClocks
 from hermes_pool.errors import (
     AgentFailedError,
     ConversationBusyError,
@@ -34,15 +30,12 @@ from hermes_pool.errors import (
 )
 from hermes_pool.lifecycle import Event, State
 from hermes_pool.link import Death, StderrTail, Stopped, WorkerLink, kill_strays
-from hermes_pool.process import Command, Launcher
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.start import LAUNCHES_MAX, Starter
 from hermes_pool.store import ConversationStore, SessionRecord
 from hermes_pool.turn import Reply, Turn
-
-LAUNCHES_MAX = 2
-"""How many workers one start may try: a start that failed once may have had bad luck, twice has a reason."""
-WORKER_PROGRAM = Path(hermes_pool_worker.__file__).with_name("__main__.py")
+from hermes_pool_worker import wire
 
 Status = Literal["healthy", "dormant", "failed"]
 
@@ -52,9 +45,8 @@ class Surroundings:
     """What all sessions of a pool share."""
 
     settings: PoolSettings
-    launcher: Launcher
+    starter: Starter
     store: ConversationStore
-    host_environment: Mapping[str, str]
     host: str
     log: Any
     make_room: "Callable[[Session], Awaitable[None]]"
@@ -64,7 +56,6 @@ class Surroundings:
     save_soon: "Callable[[Session], None]"
     """Called when there is something new to store."""
     in_background: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
-    new_marker: Callable[[], str]
     new_turn_id: Callable[[], str]
 
 
@@ -96,7 +87,7 @@ class Session:
         self._starting: asyncio.Task[wire.Opened] | None = None
         self._turn: Turn | None = None
         self._idle_since = self._loop.time()
-        self._watch: asyncio.TimerHandle | None = None
+        self._clocks = TurnClocks(around.settings, self._over_limit)
         self._to_replace: Death | None = None
         self._notice: str | None = None
 
@@ -210,8 +201,7 @@ class Session:
         """Stop, and let nobody in any more: callers in line get ``PoolClosedError``."""
         self.closed = True
         stopped = await self.stop("the pool is closing")
-        if self._watch is not None:
-            self._watch.cancel()
+        self._clocks.stop()
         return stopped
 
     async def save(self, status: Status | None = None) -> bool:
@@ -318,7 +308,9 @@ class Session:
                 starts += 1
                 await self._started(None)
             else:
-                raise WorkerStartError("its workers die as soon as they are ready", step="open", conversation_id=self._id)
+                raise WorkerStartError(
+                    "its workers die as soon as they are ready", step="open", conversation_id=self._id
+                )
             self._refuse_if_closed()
 
     async def _started(self, unfinished: wire.Turn | None) -> wire.Opened:
@@ -337,47 +329,26 @@ class Session:
             self._refuse_if_closed()
             self._became(Event.START_BEGUN)
             try:
-                return await self._launch_until_open(unfinished)
+                await self._recall()
+                request = self._around.starter.request(
+                    self._id, session_id=self.session_id, committed=self.committed, unfinished=unfinished
+                )
+                link = await self._around.starter.start(request, self._new_link, self._start_failed)
             except asyncio.CancelledError:  # by ``stop``; the link has seen to the process before it let go
                 self._became(Event.STOP_BEGUN)
                 self._became(Event.DIED)
                 raise
             except Exception as error:
+                if isinstance(error, HermesPoolError):
+                    error.conversation_id = self._id  # a starter knows of none
                 self._became(Event.START_FAILED, error=str(error))
                 self.status = "failed"
                 self.last_error = str(error)
                 self._save_soon()
                 raise
+            return self._took_over(link)
         finally:
             self._starting = None
-
-    async def _launch_until_open(self, unfinished: wire.Turn | None) -> wire.Opened:
-        settings = self._settings
-        deadline = self._loop.time() + settings.start_timeout_s
-        await self._recall()
-        for tries_left in reversed(range(LAUNCHES_MAX)):
-            link = self._new_link()
-            request = wire.Open(
-                conversation_id=self._id,
-                session_id=self.session_id,
-                committed=self.committed,
-                unfinished=unfinished,
-                options=dict(settings.agent_options),
-                data_dir=str(settings.state_dir / "agents" / settings.agent.replace(":", "_")),
-            )
-            try:
-                opened = await link.start(self._around.launcher, self._command(link), request, deadline)
-            except WorkerStartError as error:
-                self._log.warning("start_failed", step=error.step, error=str(error))
-                error = _about(error, self._id)
-                if tries_left and error.retryable and self._loop.time() < deadline:
-                    continue
-                raise error from None
-            if link.death is not None:  # it died between its last frame and now
-                continue
-            self._took_over(link, opened)
-            return opened
-        raise WorkerStartError("the worker died as soon as it was ready", step="open", conversation_id=self._id)
 
     async def _recall(self) -> None:
         """Read what is stored, unless what we know is newer."""
@@ -395,33 +366,23 @@ class Session:
             self.restart_count = max(self.restart_count, stored.restart_count)
             self.turns = max(self.turns, stored.turns)
 
-    def _new_link(self) -> WorkerLink:
+    def _new_link(self, marker: str) -> WorkerLink:
         self.incarnation += 1
         log = self._log.bind(incarnation=self.incarnation)
         return WorkerLink(
-            marker=self._around.new_marker(),
+            marker=marker,
             frame_bytes_max=self._settings.frame_bytes_max,
             stderr=StderrTail(self._settings.stderr_lines_max, partial(_log_line, log)),
             on_turn_message=self._heard,
             on_death=self._died,
         )
 
-    def _command(self, link: WorkerLink) -> Command:
-        settings = self._settings
-        cwd = settings.worker_cwd
-        if cwd is None:
-            cwd = settings.state_dir / "workspace"
-            cwd.mkdir(parents=True, exist_ok=True)
-        return Command(
-            argv=(
-                settings.worker_python, "-P", str(WORKER_PROGRAM), settings.agent, str(settings.frame_bytes_max),
-                *settings.agent_paths,
-            ),
-            env=worker_environment(settings, self._around.host_environment, link.marker),
-            cwd=cwd,
-        )  # fmt: skip
+    def _start_failed(self, error: WorkerStartError) -> None:
+        self._log.warning("start_failed", step=error.step, error=error.message)
 
-    def _took_over(self, link: WorkerLink, opened: wire.Opened) -> None:
+    def _took_over(self, link: WorkerLink) -> wire.Opened:
+        opened = link.opened
+        assert opened is not None  # noqa: S101 - for the type checker: a link that was started has opened
         self._link = link
         if self._to_replace is not None:
             self.restart_count += 1
@@ -433,6 +394,7 @@ class Session:
         if opened.notice is not None:
             self._log.warning("not_resumed", notice=opened.notice)
         self._save_soon()
+        return opened
 
     # --- a turn ---
 
@@ -450,8 +412,7 @@ class Session:
         self._became(Event.TURN_BEGUN)
         assert self._link is not None  # noqa: S101 - for the type checker: an idle session has one
         self._link.send_frame(frame)
-        if self._watch is None:
-            self._watch_from(now)
+        self._clocks.watch(turn)
 
     def _heard(self, message: wire.TurnMessage) -> None:
         """Take a frame of a turn; one that is not of this attempt of this turn has no addressee any more."""
@@ -481,7 +442,7 @@ class Session:
             case wire.SessionMoved():
                 self.session_id = message.session_id
                 self._save_soon()
-        turn.push(message)
+        turn.push(cast("wire.Event", message))
         if turn.lags and self._link is not None and self._link.process is not None:
             self._link.process.pause_reading()
 
@@ -526,33 +487,14 @@ class Session:
         self._save_soon()
         self._lock.release()
 
-    # --- clocks of a turn ---
+    # --- stopping and dying ---
 
-    def _watch_from(self, now: float) -> None:
-        shortest = min(self._settings.turn_timeout_s, self._settings.progress_timeout_s)
-        self._watch = self._loop.call_at(now + shortest, self._look_at_clocks)
-
-    def _look_at_clocks(self) -> None:
-        """End a turn that is over a limit; look again when the next limit could be reached, if a turn runs."""
-        self._watch = None
-        turn, now, settings = self._turn, self._loop.time(), self._settings
-        if turn is None:
-            return
-        waits = turn.lags or turn.tools_open or any(until > now for until in turn.questions_open.values())
-        if waits:
-            turn.heard_at = now
-        total_at = turn.began_at + settings.turn_timeout_s
-        progress_at = turn.heard_at + settings.progress_timeout_s
-        if now >= total_at:
-            self._time_out(turn, "turn_timeout_s", f"no reply within {settings.turn_timeout_s:g} s")
-        elif now >= progress_at:
-            self._time_out(turn, "progress_timeout_s", f"no sign of progress for {settings.progress_timeout_s:g} s")
-        else:
-            self._watch = self._loop.call_at(min(total_at, progress_at), self._look_at_clocks)
-
-    def _time_out(self, turn: Turn, limit: str, what: str) -> None:
+    def _over_limit(self, turn: Turn, limit: str, seconds: float) -> None:
         self._log.warning("turn_timed_out", turn_id=turn.turn_id, limit=limit)
-        self.cancel(turn, TurnTimeoutError(f"{what} ({limit})", limit=limit, conversation_id=self._id))
+        what = "no reply" if limit == "turn_timeout_s" else "no sign of progress"
+        self.cancel(
+            turn, TurnTimeoutError(f"{what} for {seconds:g} s ({limit})", limit=limit, conversation_id=self._id)
+        )
 
     def _force(self, turn: Turn) -> None:
         """Replace a worker that has not obeyed a cancel."""
@@ -561,8 +503,6 @@ class Session:
             self._around.in_background(
                 self._link.kill("did not obey a cancel", term_grace_s=self._settings.term_grace_s)
             )
-
-    # --- stopping and dying ---
 
     async def _stop_worker(self, reason: str) -> Stopped | None:
         link = self._link
@@ -636,7 +576,7 @@ class Session:
         return policy == "always" or (policy == "until_tool" and not turn.tools_started)
 
     def _crashed(self, turn: Turn, death: Death) -> WorkerCrashedError:
-        told = {
+        told: dict[str, Any] = {
             "exit": str(death),
             "returncode": death.exit.returncode,
             "conversation_id": self._id,
@@ -668,11 +608,6 @@ class Session:
     @property
     def _id(self) -> str:
         return self.key.conversation_id
-
-
-def _about(error: WorkerStartError, conversation_id: str) -> WorkerStartError:
-    """Return the same error, told of a conversation: a link knows none."""
-    return type(error)(str(error), step=error.step, conversation_id=conversation_id)
 
 
 def _log_line(log: Any, line: str) -> None:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from hermes_pool_worker import wire
-
 from hermes_pool.errors import HermesPoolError
+from hermes_pool_worker import wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +64,9 @@ class Turn:
     ``attempt`` than the ones before, the worker has died and another one begins the reply anew.
     """
 
-    def __init__(self, host: TurnHost, turn_id: str, text: str, *, events_waiting_max: int, streams: bool = True) -> None:
+    def __init__(
+        self, host: TurnHost, turn_id: str, text: str, *, events_waiting_max: int, streams: bool = True
+    ) -> None:
         self.turn_id = turn_id
         self.text = text
         self.attempt = 1

@@ -123,3 +123,35 @@ def instead_of_python(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
         return {"worker_python": str(program)}
 
     return settings
+
+
+class Obedient:
+    """The folder through which a test commands ``agents/obedient.py``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def settings(self, **options: Any) -> dict[str, Any]:
+        return {
+            "agent": "obedient:Agent",
+            "agent_paths": (str(Path(__file__).parent / "integration" / "agents"),),
+            "agent_options": {"folder": str(self.folder), **options},
+        }
+
+    def allow(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def marks(self, kind: str | None = None) -> list[str]:
+        """What the workers did, in order: ``kind text`` each, or only the texts of one kind."""
+        try:
+            lines = (self.folder / "marks").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        found = [line.split(" ", 2)[1:] for line in lines]
+        return [" ".join(parts) if kind is None else parts[1] for parts in found if kind in (None, parts[0])]
+
+
+@pytest.fixture
+def obedient(tmp_path: Path) -> Obedient:
+    return Obedient(tmp_path / "orders")

@@ -1,15 +1,18 @@
 import msgspec
 import pytest
-from hermes_pool_worker import wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hermes_pool_worker import wire
 
 TEXT = st.text(max_size=50)
 MESSAGES = st.one_of(
     st.builds(wire.TextDelta, TEXT, st.integers(1, 9), TEXT),
     st.builds(wire.ToolStarted, TEXT, st.integers(1, 9), TEXT, TEXT, TEXT),
     st.builds(wire.TurnDone, TEXT, st.integers(1, 9), TEXT, TEXT, st.just("partial"), st.none() | TEXT),
-    st.builds(wire.Question, TEXT, st.just(1), TEXT, st.just("clarify"), TEXT, st.lists(TEXT, max_size=3), st.just(1.5)),
+    st.builds(
+        wire.Question, TEXT, st.just(1), TEXT, st.just("clarify"), TEXT, st.lists(TEXT, max_size=3), st.just(1.5)
+    ),
     st.builds(wire.Pong, st.integers(0, 2**40)),
     st.just(wire.Closed()),
 )
@@ -145,7 +148,6 @@ def test_no_bytes_can_raise(chunks: list[bytes]) -> None:
         ("a\ud83db", "a\N{REPLACEMENT CHARACTER}b"),
         ("\udc97", "\N{REPLACEMENT CHARACTER}"),
         ("\ud83d\ude00", "\N{GRINNING FACE}"),
-        ("\ud83d", "\N{REPLACEMENT CHARACTER}"),
         ("\x00 \\u0000", "\x00 \\u0000"),
     ],
 )

@@ -99,6 +99,7 @@ class Turn:
         self.turn_id = request.turn_id
         self.attempt = request.attempt
         self.request = request
+        self.session_id: str | None = None  # the one that the turn has moved to
         self.cancelled = threading.Event()
         self._sender = sender
         self._questions: dict[str, queue.SimpleQueue[str | None]] = {}
@@ -106,30 +107,38 @@ class Turn:
         self._lock = threading.Lock()
 
     def text(self, delta: str) -> None:
+        """Send a piece of the reply."""
         if delta:
             self._send(wire.TextDelta(self.turn_id, self.attempt, delta))
 
     def reasoning(self, delta: str) -> None:
+        """Send a piece of the reasoning."""
         if delta:
             self._send(wire.ReasoningDelta(self.turn_id, self.attempt, delta))
 
     def tool_started(self, call_id: str, name: str, arguments: str = "") -> None:
+        """Say that a tool is about to act."""
         self._send(wire.ToolStarted(self.turn_id, self.attempt, call_id, name, arguments))
 
     def tool_finished(
         self, call_id: str, name: str, *, ok: bool = True, result: str = "", duration_s: float = 0.0
     ) -> None:
+        """Say that a tool has ended."""
         self._send(wire.ToolFinished(self.turn_id, self.attempt, call_id, name, ok, result, duration_s))
 
     def status(self, text: str) -> None:
+        """Send a remark for people."""
         self._send(wire.Status(self.turn_id, self.attempt, text))
 
     def session_moved(self, session_id: str) -> None:
+        """Say that the session goes on under another id."""
+        self.session_id = session_id
         self._send(wire.SessionMoved(self.turn_id, self.attempt, session_id))
 
     def ask(
         self, kind: Literal["approval", "clarify"], text: str, choices: Sequence[str] = (), timeout_s: float = 60.0
     ) -> str | None:
+        """Ask the caller; ``None`` when nobody answered in time or the turn was cancelled."""
         answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         with self._lock:
             self._questions_asked += 1
@@ -138,9 +147,7 @@ class Turn:
         try:
             if self.cancelled.is_set():
                 return None
-            self._send(
-                wire.Question(self.turn_id, self.attempt, question_id, kind, text, list(choices), timeout_s)
-            )
+            self._send(wire.Question(self.turn_id, self.attempt, question_id, kind, text, list(choices), timeout_s))
             return answers.get(timeout=timeout_s)
         except queue.Empty:
             return None
@@ -280,4 +287,5 @@ class Worker:
         )  # fmt: skip
 
     def _failed(self, turn: Turn, reason: str, text: str) -> wire.TurnFailed:
+        self._session_id = turn.session_id or self._session_id
         return wire.TurnFailed(turn.turn_id, turn.attempt, reason, text, self._session_id, self._committed)

@@ -27,7 +27,7 @@ def claim() -> tuple[int, int]:
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             # A print must not raise, whatever the locale; and a line must be there when the process dies.
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     sys.stdout = sys.stderr
     return wire_in, wire_out
 

@@ -113,9 +113,9 @@ class Hello(Message, frozen=True):
 class Opened(Message, frozen=True):
     """The session is ready for turns.
 
-    ``session_id`` is the agent's own name for it. ``resumed`` says whether earlier turns are in context; ``notice`` says
-    in words what was asked for and could not be had (an unknown session, say). ``committed`` is the mark after opening,
-    ``recovered`` the reply of ``Open.unfinished`` when that turn turned out to be complete.
+    ``session_id`` is the agent's own name for it. ``resumed`` says whether earlier turns are in context; ``notice``
+    says in words what was asked for and could not be had (an unknown session, say). ``committed`` is the mark after
+    opening, ``recovered`` the reply of ``Open.unfinished`` when that turn turned out to be complete.
     """
 
     session_id: str
