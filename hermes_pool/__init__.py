@@ -1,40 +1,85 @@
-"""One long-lived Hermes Agent worker process per conversation, supervised from asyncio. Start at ``manager``."""
+"""One long-lived Hermes Agent worker process per conversation, supervised from asyncio. Start at ``manager``.
 
-from hermes_pool.errors import (
-    AgentFailedError,
-    ConversationBusyError,
-    HermesPoolError,
-    InvalidKeyError,
-    MessageTooLargeError,
-    PoolClosedError,
-    PoolFullError,
-    SettingsError,
-    StateNotWritableError,
-    StoreError,
-    TurnCancelledError,
-    TurnError,
-    TurnInterruptedError,
-    TurnTimeoutError,
-    WorkerCrashedError,
-    WorkerStartError,
-    WorkerStartTimeoutError,
-    WorkerUnusableError,
-)
-from hermes_pool.link import Stopped
-from hermes_pool.manager import HermesSessionManager
-from hermes_pool.settings import PoolSettings, SessionKey
-from hermes_pool.snapshot import SessionSnapshot
-from hermes_pool.store import Conversation, ConversationStore
-from hermes_pool.turn import Reply, Turn
-from hermes_pool_worker.wire import (
-    Question,
-    ReasoningDelta,
-    SessionMoved,
-    Status,
-    TextDelta,
-    ToolFinished,
-    ToolStarted,
-)
+Names are imported when they are first used: whoever only looks (``hermes-pool ps``) need not wait for SQLAlchemy.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hermes_pool.errors import (
+        AgentFailedError,
+        ConversationBusyError,
+        HermesPoolError,
+        InvalidKeyError,
+        MessageTooLargeError,
+        PoolClosedError,
+        PoolFullError,
+        SettingsError,
+        StateNotWritableError,
+        StoreError,
+        TurnCancelledError,
+        TurnError,
+        TurnInterruptedError,
+        TurnTimeoutError,
+        WorkerCrashedError,
+        WorkerStartError,
+        WorkerStartTimeoutError,
+        WorkerUnusableError,
+    )
+    from hermes_pool.link import Stopped
+    from hermes_pool.manager import HermesSessionManager
+    from hermes_pool.settings import PoolSettings, SessionKey
+    from hermes_pool.snapshot import SessionSnapshot
+    from hermes_pool.store import Conversation, ConversationStore
+    from hermes_pool.turn import Reply, Turn
+    from hermes_pool_worker.wire import (
+        Question,
+        ReasoningDelta,
+        SessionMoved,
+        Status,
+        TextDelta,
+        ToolFinished,
+        ToolStarted,
+    )
+
+_HOME = {
+    "AgentFailedError": "hermes_pool.errors",
+    "Conversation": "hermes_pool.store",
+    "ConversationBusyError": "hermes_pool.errors",
+    "ConversationStore": "hermes_pool.store",
+    "HermesPoolError": "hermes_pool.errors",
+    "HermesSessionManager": "hermes_pool.manager",
+    "InvalidKeyError": "hermes_pool.errors",
+    "MessageTooLargeError": "hermes_pool.errors",
+    "PoolClosedError": "hermes_pool.errors",
+    "PoolFullError": "hermes_pool.errors",
+    "PoolSettings": "hermes_pool.settings",
+    "Question": "hermes_pool_worker.wire",
+    "ReasoningDelta": "hermes_pool_worker.wire",
+    "Reply": "hermes_pool.turn",
+    "SessionKey": "hermes_pool.settings",
+    "SessionMoved": "hermes_pool_worker.wire",
+    "SessionSnapshot": "hermes_pool.snapshot",
+    "SettingsError": "hermes_pool.errors",
+    "StateNotWritableError": "hermes_pool.errors",
+    "Status": "hermes_pool_worker.wire",
+    "Stopped": "hermes_pool.link",
+    "StoreError": "hermes_pool.errors",
+    "TextDelta": "hermes_pool_worker.wire",
+    "ToolFinished": "hermes_pool_worker.wire",
+    "ToolStarted": "hermes_pool_worker.wire",
+    "Turn": "hermes_pool.turn",
+    "TurnCancelledError": "hermes_pool.errors",
+    "TurnError": "hermes_pool.errors",
+    "TurnInterruptedError": "hermes_pool.errors",
+    "TurnTimeoutError": "hermes_pool.errors",
+    "WorkerCrashedError": "hermes_pool.errors",
+    "WorkerStartError": "hermes_pool.errors",
+    "WorkerStartTimeoutError": "hermes_pool.errors",
+    "WorkerUnusableError": "hermes_pool.errors",
+}
+"""The module of each public name."""
 
 __all__ = [
     "AgentFailedError",
@@ -72,3 +117,14 @@ __all__ = [
     "WorkerStartTimeoutError",
     "WorkerUnusableError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

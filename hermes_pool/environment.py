@@ -24,11 +24,8 @@ PASSED_ON = frozenset(
     }
 )  # fmt: skip
 
-MARKER = "HERMES_POOL_WORKER"
-"""Names the worker in its own environment, which its tools inherit: a stray can be told whose it is."""
 
-
-def worker_environment(settings: PoolSettings, host: Mapping[str, str], marker: str) -> dict[str, str]:
+def worker_environment(settings: PoolSettings, host: Mapping[str, str]) -> dict[str, str]:
     """Return the whole environment of a worker. ``host`` is the supervisor's own."""
     environment = {name: value for name, value in host.items() if name in PASSED_ON}
     home = settings.hermes_home or host.get("HERMES_HOME")
@@ -37,5 +34,4 @@ def worker_environment(settings: PoolSettings, host: Mapping[str, str], marker: 
     # What a worker prints must reach the log when it is printed, not when it dies.
     environment["PYTHONUNBUFFERED"] = "1"
     environment.update(settings.worker_env)
-    environment[MARKER] = marker
     return environment

@@ -75,7 +75,10 @@ class HermesSessionManager:
         )
         self._started_at = datetime.now(UTC)
         self._control = control.ControlServer(settings.state_dir, self._answer)
-        await self._control.start()
+        try:
+            await self._control.start()
+        except HermesPoolError as error:  # nobody can look in from outside; no reason to answer nobody
+            self._log.warning("control_socket_failed", error=str(error))
         self._open = "open"
         self._in_background(self._sweep())
         self._in_background(self._save_always())

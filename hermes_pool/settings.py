@@ -136,6 +136,8 @@ class PoolSettings:
         if isinstance(self.agent_paths, str):
             raise SettingsError("agent_paths is a tuple of folders, not one text: write (folder,)")
         object.__setattr__(self, "agent_paths", tuple(str(Path(path).absolute()) for path in self.agent_paths))
+        if self.database_url is None and "?" in str(self.state_dir):
+            raise SettingsError(f"state_dir={str(self.state_dir)!r}: a '?' cannot stand in the path of an SQLite file")
         self._check_words()
         self._check_numbers()
 

@@ -10,6 +10,7 @@ from typing import Any
 import hermes_pool_worker
 from hermes_pool.environment import worker_environment
 from hermes_pool.errors import WorkerStartError
+from hermes_pool.health import MARKER_VARIABLE
 from hermes_pool.link import WorkerLink
 from hermes_pool.process import Command, Launcher
 from hermes_pool.settings import PoolSettings
@@ -75,6 +76,6 @@ class Starter:
                 settings.worker_python, "-P", str(WORKER_PROGRAM), settings.agent, str(settings.frame_bytes_max),
                 *settings.agent_paths,
             ),
-            env=worker_environment(settings, self._host_environment, marker),
+            env={**worker_environment(settings, self._host_environment), MARKER_VARIABLE: marker},
             cwd=cwd,
         )  # fmt: skip

@@ -1,0 +1,184 @@
+"""What the command line prints and understands, without any process."""
+
+import dataclasses
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from hermes_pool import cli
+from hermes_pool.errors import SettingsError
+from hermes_pool.settings import PoolSettings
+from hermes_pool.snapshot import SessionSnapshot
+
+HOSTILE = "a\x1b[31mred\x07\r\n\u202egnp.exe\ud800\0"
+FULL = SessionSnapshot(
+    conversation_id="conversation-5f3a2b1c-8d7e-4f60-9a1b-2c3d4e5f6071",
+    session_id="20260302_141516_ab12cd",
+    state="starting",
+    pid=4194304,
+    health="alive",
+    uptime_s=11_520,
+    idle_s=None,
+    rss_bytes=1_400_000_000,
+    cpu_s=3723.5,
+    turns=12345,
+    restart_count=12,
+    last_error="worker died: SIGKILL (likely out of memory)",
+)
+
+
+def fitted(rows: list[SessionSnapshot], width: int = 80) -> str:
+    out = io.StringIO()
+    cli._print_fitted(Console(file=out, width=width, force_terminal=True, color_system=None), [*map(cli._cells, rows)])
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 132, 200])
+def test_the_table_fits_the_terminal(width: int) -> None:
+    wide = dataclasses.replace(FULL, conversation_id="会話" * 40, user_id="ユーザー", last_error=None)
+    table = fitted([FULL, wide, SessionSnapshot(conversation_id="c", state="idle")], width)
+    lines = table.splitlines()
+    assert max(map(cell_len, lines)) <= width
+    assert len(lines) >= 5
+    if width >= 80:
+        for cell in ("4194304", "starting", "3h12m", "1.3G", "62m", "12345", "12"):
+            assert cell in lines[1]
+        assert lines[1].startswith("conv")
+        assert "6071 " in lines[1], "the end of an id tells it from others"
+        assert "likely out of memory)" in " ".join(" ".join(lines[4:]).split())
+    if width == 200:
+        assert FULL.conversation_id in lines[1]
+
+
+def test_nothing_hostile_reaches_the_terminal() -> None:
+    row = SessionSnapshot(
+        conversation_id=HOSTILE, user_id=HOSTILE, session_id=HOSTILE, state="idle", last_error=HOSTILE
+    )
+    for text in (fitted([row], 200), fitted([row]), cli.plain_table([cli._cells(row)])):
+        assert not set(text) & set("\x1b\x07\r\u202e\ud800\0")
+        text.encode()
+    assert "\\x1b[31mred\\x07\\r\\n\\u202e" in cli.plain_table([cli._cells(row)])
+
+
+def test_markup_in_an_id_is_text() -> None:
+    assert "[bold]:smile:[/bold]" in fitted([SessionSnapshot(conversation_id="[bold]:smile:[/bold]", state="idle")])
+
+
+def test_the_plain_table_is_complete_and_aligned() -> None:
+    lines = cli.plain_table([cli._cells(FULL), cli._cells(SessionSnapshot(conversation_id="c", state="idle"))]).split(
+        "\n"
+    )
+    assert FULL.conversation_id in lines[1]
+    assert lines[1].endswith(FULL.last_error)
+    assert lines[0].index("SESSION") == lines[1].index(FULL.session_id)
+    assert lines[2].split() == ["c", "-", "-", "idle", "-", "-", "-", "-", "0", "0", "-"]
+
+
+def test_a_state_says_when_the_process_is_not_well() -> None:
+    assert cli._cells(dataclasses.replace(FULL, health="frozen"))[3] == "starting,frozen"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (-1, "0s"),
+        (0.9, "0s"),
+        (99, "99s"),
+        (100, "1m"),
+        (6000, "1h40m"),
+        (172_800, "2d0h"),
+        (1e9, "11574d"),
+    ],
+)
+def test_durations(seconds, text) -> None:
+    assert cli.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(None, "-"), (0, "0B"), (999, "999B"), (10_240, "10K"), (5 << 20, "5.0M"), (1 << 50, "1024T")]
+)
+def test_sizes(count, text) -> None:
+    assert cli.size(count) == text
+
+
+def test_every_duration_and_size_is_short() -> None:
+    assert max(len(cli.duration(2.0**n)) for n in range(28)) <= 6
+    assert max(len(cli.size(2**n + k)) for n in range(50) for k in (0, -1)) <= 5
+
+
+@pytest.mark.parametrize("text", ["conversation-0123456789", "会話" * 20, "é" * 50, "ab"])
+@pytest.mark.parametrize("cells", [3, 6, 7, 20])
+def test_shortened_ids_fit_and_keep_both_ends(text, cells) -> None:
+    short = cli.shortened(text, cells)
+    assert cell_len(short) <= cells
+    if cells >= 6:
+        assert short == text or (short[0] == text[0] and short[-1] == text[-1])
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_come_from_variables_by_the_type_of_the_field(tmp_path: Path) -> None:
+    settings = cli.settings_from(
+        {
+            "HERMES_POOL_STATE_DIR": str(tmp_path),
+            "HERMES_POOL_WORKERS_MAX": "3",
+            "HERMES_POOL_IDLE_TIMEOUT_S": "1.5",
+            "HERMES_POOL_AGENT_PATHS": os.pathsep.join(["/a", "/b"]),
+            "HERMES_POOL_AGENT_OPTIONS": '{"model": "m", "toolsets": ["x"]}',
+            "HERMES_POOL_HERMES_HOME": "/h",
+            "HERMES_POOL_DATABASE_URL": "",
+            "HERMES_POOL_WORKER": "the marker of a worker, no setting",
+            "HERMES_POOL_BUSY": "reject",
+        },
+        agent="echo",
+        hermes_home=None,
+    )
+    assert settings == PoolSettings(
+        agent="echo", state_dir=tmp_path, workers_max=3, idle_timeout_s=1.5, agent_paths=("/a", "/b"), busy="reject",
+        agent_options={"model": "m", "toolsets": ["x"]}, hermes_home=Path("/h"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("WORKERS_MAX", "many"), ("WORKERS_MAX", "0"), ("IDLE_TIMEOUT_S", "nan"), ("AGENT_OPTIONS", "[1]"),
+     ("AGENT_OPTIONS", "{"), ("BUSY", "maybe"), ("AGENT", "nobody"), ("WORKER_ENV", '{"a=b": "c"}')],
+)  # fmt: skip
+def test_a_variable_that_makes_no_sense_is_named(name, text) -> None:
+    with pytest.raises(SettingsError, match=f"HERMES_POOL_{name}"):
+        cli.settings_from({f"HERMES_POOL_{name}": text})
+
+
+def test_what_is_given_needs_no_sound_variable(tmp_path: Path) -> None:
+    assert cli.settings_from({"HERMES_POOL_AGENT": "nobody"}, agent="echo").agent == "echo"
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_object_of_ps_has_every_field_and_is_plain_ascii() -> None:
+    row = dataclasses.replace(FULL, conversation_id=HOSTILE)
+    text = json.dumps(cli.View("stored", [cli.Supervisor(1, problem="x")], [row]).as_object())
+    assert text.isascii()
+    assert set(json.loads(text)["sessions"][0]) == {field.name for field in dataclasses.fields(SessionSnapshot)}
+
+
+def test_a_database_that_is_not_there_is_nothing_stored(tmp_path: Path) -> None:
+    assert cli.stored_sessions(PoolSettings(state_dir=tmp_path / "none")) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "free", "chosen"),
+    [("2", False, "deny"), ("ONCE", False, "once"), ("3", False, None), ("", False, None), ("maybe", True, "maybe"),
+     ("", True, None), ("\u00b2", False, None)],
+)  # fmt: skip
+def test_a_choice_is_made_by_number_or_word(line, free, chosen) -> None:
+    assert cli._chosen(line, ["once", "deny"], free=free) == chosen
