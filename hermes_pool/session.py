@@ -400,7 +400,8 @@ class Session:
 
     def _frame(self, turn: Turn) -> bytearray:
         try:
-            return wire.encode(wire.Turn(turn.turn_id, turn.attempt, turn.text), self._settings.frame_bytes_max)
+            message = wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams)
+            return wire.encode(message, self._settings.frame_bytes_max)
         except wire.FrameTooLargeError as error:
             raise MessageTooLargeError(f"the message does not fit: {error}", conversation_id=self._id) from None
 

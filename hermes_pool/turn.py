@@ -69,6 +69,8 @@ class Turn:
     ) -> None:
         self.turn_id = turn_id
         self.text = text
+        self.streams = streams
+        """Whether anybody wants to see the events."""
         self.attempt = 1
         self.deaths = 0
         self.tools_started: list[str] = []

@@ -20,7 +20,7 @@ MESSAGES = st.one_of(
 # The bytes of each message, so that a change of the wire is never an accident.
 GOLDEN = [
     (wire.Open("c"), "0000000d97a44f70656ea163c0c0c080c0"),
-    (wire.Turn("t", 1, "hi"), "0000000c94a45475726ea17401a26869"),
+    (wire.Turn("t", 1, "hi"), "0000000d95a45475726ea17401a26869c3"),
     (wire.Cancel("t", 2), "0000000b93a643616e63656ca17402"),
     (wire.Answer("t", 1, "q1", "no"), "0000001195a6416e73776572a17401a27131a26e6f"),
     (wire.Ping(7), "0000000792a450696e6707"),

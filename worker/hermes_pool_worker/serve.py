@@ -1,16 +1,19 @@
-"""The worker's loop: one thread reads frames, the main thread runs turns, all writes go through one lock.
+"""The worker's loop: the main thread runs the agent, a second thread watches the wire meanwhile.
 
-The reader is never busy, so a cancel, a ping, an answer and the end of the wire are seen in the middle of a turn. The
-end of the wire is the end of the worker: nobody is left who could want its reply.
+So a cancel, a ping, an answer and the end of the wire are seen in the middle of a turn. While nothing runs, the main
+thread reads the wire itself: waking another thread for each frame would double the cost of a short turn. All writes go
+through one lock. The end of the wire is the end of the worker: nobody is left who could want its reply.
 """
 
 import contextlib
 import importlib
 import os
 import queue
+import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -25,6 +28,12 @@ EXIT_SOFTWARE = 70
 EXIT_UNUSABLE = 78
 
 READ_BYTES = 256 * 1024
+PROGRESS_SIGN_S = 1.0
+"""How often a turn that nobody watches still shows that it gets on."""
+WATCH_AFTER_S = 0.01
+"""How long work may take before the watch takes over the reading: what a cancel may wait at most, about twice."""
+WATCH_LOOKS = 100
+"""How many looks without work it takes until the watch goes to sleep."""
 ORPHANED_GRACE_S = 2.0
 """How long a turn may take to notice that the supervisor is gone, before the process ends without it."""
 
@@ -44,11 +53,7 @@ def serve(wire_in: int, wire_out: int, agent_name: str, frame_bytes_max: int) ->
     sender.send(wire.Hello(wire.PROTOCOL, os.getpid(), agent_name, versions))
     try:
         agent = load_agent(agent_name)
-        worker = Worker(agent, sender)
-        threading.Thread(
-            target=worker.read, args=(wire_in, frame_bytes_max), name="hermes-pool-reader", daemon=True
-        ).start()
-        worker.run()
+        Worker(agent, sender, wire_in, frame_bytes_max).run()
     except MissingDependencyError as error:
         print(f"hermes-pool worker: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
@@ -102,18 +107,19 @@ class Turn:
         self.session_id: str | None = None  # the one that the turn has moved to
         self.cancelled = threading.Event()
         self._sender = sender
+        self._next_sign_at = 0.0 if request.streams else time.monotonic() + PROGRESS_SIGN_S
         self._questions: dict[str, queue.SimpleQueue[str | None]] = {}
         self._questions_asked = 0
         self._lock = threading.Lock()
 
     def text(self, delta: str) -> None:
         """Send a piece of the reply."""
-        if delta:
+        if delta and (self.request.streams or self._sign_is_due()):
             self._send(wire.TextDelta(self.turn_id, self.attempt, delta))
 
     def reasoning(self, delta: str) -> None:
         """Send a piece of the reasoning."""
-        if delta:
+        if delta and (self.request.streams or self._sign_is_due()):
             self._send(wire.ReasoningDelta(self.turn_id, self.attempt, delta))
 
     def tool_started(self, call_id: str, name: str, arguments: str = "") -> None:
@@ -169,6 +175,13 @@ class Turn:
             for answers in self._questions.values():
                 answers.put(None)
 
+    def _sign_is_due(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_sign_at:
+            return False
+        self._next_sign_at = now + PROGRESS_SIGN_S
+        return True
+
     def _send(self, message: wire.TurnMessage) -> None:
         try:
             self._sender.send(message)
@@ -178,29 +191,37 @@ class Turn:
 
 
 class Worker:
-    """One agent between a reader thread and the main thread."""
+    """One agent between the wire and the main thread. Whoever reads the wire holds ``_reading``."""
 
-    def __init__(self, agent: Agent, sender: FrameSender) -> None:
+    def __init__(self, agent: Agent, sender: FrameSender, wire_in: int, frame_bytes_max: int) -> None:
         self._agent = agent
         self._sender = sender
+        self._wire_in = wire_in
+        self._wire_ended = False
+        self._decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker, frame_bytes_max)
         self._inbox: queue.SimpleQueue[wire.Open | Turn | wire.Close] = queue.SimpleQueue()
         self._turns: dict[tuple[str, int], Turn] = {}
         self._running: Turn | None = None
         # Held while an interrupt is under way, so that it can never reach the turn after the one that it is meant for.
         self._turn_lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._watch_wakes = threading.Event()
+        self._hand_back, self._ask_back = os.pipe()
         self._session_id = ""
         self._committed: str | None = None
 
-    # --- the reader thread ---
+    # --- the wire, for whoever reads it ---
 
-    def read(self, wire_in: int, frame_bytes_max: int) -> None:
-        """Take frames until the wire ends or breaks, then see to it that the process ends."""
-        decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker, frame_bytes_max)
-        while decoder.failed is None and (data := os.read(wire_in, READ_BYTES)):
-            for message in decoder.feed(data):
-                self._take(message)
-        if decoder.failed is not None:
-            print(f"hermes-pool worker: the supervisor sent {decoder.failed}", file=sys.stderr)
+    def _read(self) -> None:
+        """Wait for bytes and take what they hold; at the end of the wire, see to it that the process ends."""
+        data = os.read(self._wire_in, READ_BYTES)
+        for message in self._decoder.feed(data):
+            self._take(message)
+        if data and self._decoder.failed is None:
+            return
+        self._wire_ended = True
+        if self._decoder.failed is not None:
+            print(f"hermes-pool worker: the supervisor sent {self._decoder.failed}", file=sys.stderr)
         self._inbox.put(wire.Close())
         for turn in list(self._turns.values()):
             self._cancel(turn)
@@ -233,25 +254,84 @@ class Worker:
                 except Exception:  # noqa: BLE001 - the reader must live; the supervisor has a ladder for deaf agents
                     traceback.print_exc()
 
+    # --- the watch ---
+
+    def _watch(self) -> None:
+        """Read the wire during work that takes longer than a moment; the body of the second thread.
+
+        It sleeps while nothing happens. Once woken it looks every ``WATCH_AFTER_S``, so that work which comes thick
+        and fast need not wake it each time.
+        """
+        while True:
+            self._watch_wakes.wait()
+            idle_looks = 0
+            while idle_looks < WATCH_LOOKS:
+                time.sleep(WATCH_AFTER_S)
+                # It can be had only while the main thread works: nobody else holds it then.
+                if self._reading.acquire(blocking=False):
+                    self._read_until_asked_back()
+                    self._reading.release()
+                    idle_looks = 0
+                else:
+                    idle_looks += 1
+            self._watch_wakes.clear()
+
+    def _read_until_asked_back(self) -> None:
+        both = select.poll()
+        both.register(self._hand_back, select.POLLIN)
+        both.register(self._wire_in, select.POLLIN)
+        while True:
+            for descriptor, _ in both.poll():
+                if descriptor == self._hand_back:
+                    os.read(self._hand_back, 1)
+                    return
+                self._read()
+                if self._wire_ended:
+                    both.unregister(self._wire_in)
+
+    def _read_always(self) -> None:
+        """Read the wire for good: the second thread where pipes cannot be polled (Windows)."""
+        while not self._wire_ended:
+            self._read()
+
     # --- the main thread ---
 
     def run(self) -> None:
-        """Work through the inbox until a ``Close``."""
+        """Work through what comes, until a ``Close``."""
+        shares = hasattr(select, "poll")
+        if shares:
+            self._reading.acquire()
+        watch = self._watch if shares else self._read_always
+        threading.Thread(target=watch, name="hermes-pool-watch", daemon=True).start()
         while True:
+            while shares and self._inbox.empty():
+                self._read()
             match self._inbox.get():
-                case wire.Open() as request:
-                    opened = self._agent.open(request)
-                    self._session_id, self._committed = opened.session_id, opened.committed
-                    self._sender.send(opened)
                 case wire.Close():
                     break
-                case turn:
-                    self._finish(turn, self._run_turn(turn))
+                case work if shares:
+                    self._reading.release()
+                    if not self._watch_wakes.is_set():
+                        self._watch_wakes.set()
+                    self._work_on(work)
+                    if not self._reading.acquire(blocking=False):
+                        os.write(self._ask_back, b"!")
+                        self._reading.acquire()
+                case work:
+                    self._work_on(work)
         try:
             self._agent.close()
         except Exception:  # noqa: BLE001 - it leaves in any case
             traceback.print_exc()
         self._sender.send(wire.Closed())
+
+    def _work_on(self, work: wire.Open | Turn) -> None:
+        if isinstance(work, Turn):
+            self._finish(work, self._run_turn(work))
+            return
+        opened = self._agent.open(work)
+        self._session_id, self._committed = opened.session_id, opened.committed
+        self._sender.send(opened)
 
     def _run_turn(self, turn: Turn) -> wire.TurnDone | wire.TurnFailed:
         with self._turn_lock:

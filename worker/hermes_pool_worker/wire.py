@@ -55,9 +55,13 @@ class TurnMessage(Message, frozen=True):
 
 
 class Turn(TurnMessage, frozen=True):
-    """Answer ``text``. ``attempt`` is 1, or more when an earlier worker died with this turn."""
+    """Answer ``text``. ``attempt`` is 1, or more when an earlier worker died with this turn.
+
+    Where nobody watches (``streams`` is false), pieces of text are sent only now and then, as a sign of progress.
+    """
 
     text: str
+    streams: bool = True
 
 
 class Cancel(TurnMessage, frozen=True):
