@@ -1,0 +1,276 @@
+"""The SQL that reads and changes one object inside a JSON column, on SQLite and on PostgreSQL. Pure: text in, text out.
+
+The object is the *leaf*: ``runtime_state.hermes``, or one user's ``runtime_state.hermes.users.<user id>``. A write is a
+single statement that puts new members into the leaf and leaves every other value as the database has it, so it cannot
+undo what somebody else writes at the same time. Each write carries a *guard*: where a value on the way is no object,
+or the leaf was written by a newer version, no row is changed.
+
+Bound names: ``:id`` of the row; ``:leaf`` the last key of the path; ``:ours`` the new members as a JSON object, in
+which null means "take this member out"; ``:claim`` an object of top-level members, of which ``runtime`` is set where
+there is none; ``:fresh`` the whole document of a row that does not exist yet; ``:schema`` the newest layout that is
+understood; ``:most`` how many rows to return.
+"""
+# ruff: noqa: S608 - names are quoted by the database's own rules, and every value is bound
+# ruff: noqa: D102 - a method says what it is for where it is abstract
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+OUTER = ("runtime_state", "hermes")
+"""Where the object of a conversation lies."""
+USERS = "users"
+"""Member of that object in which those of single users lie, each under the user's id."""
+
+
+def path(user_id: str | None) -> tuple[str, ...]:
+    """Return the keys that lead to the leaf."""
+    return OUTER if user_id is None else (*OUTER, USERS, user_id)
+
+
+@dataclass(frozen=True)
+class JsonSql(ABC):
+    """The statements for one table. The three names are quoted already, as the database wants them."""
+
+    table: str
+    id: str
+    state: str
+
+    # --- what differs between databases: expressions about the row ``r`` ---
+
+    @abstractmethod
+    def merged(self, user_id: str | None) -> str:
+        """Return the document with ``:ours`` in its leaf, and ``:claim`` where no ``runtime`` is named."""
+
+    @abstractmethod
+    def with_runtime(self) -> str:
+        """Return the document with the members of ``:claim``."""
+
+    @abstractmethod
+    def guard(self, user_id: str | None) -> str:
+        """Return a condition: every value on the way is an object or empty, and the leaf is of no newer layout."""
+
+    @abstractmethod
+    def top_guard(self) -> str:
+        """Return a condition: the document is an object or empty."""
+
+    @abstractmethod
+    def leaf(self, user_id: str | None) -> str:
+        """Return the leaf as text, or NULL where there is no such object."""
+
+    @abstractmethod
+    def whole(self) -> str:
+        """Return the column as it is, as text or bytes, whatever it holds."""
+
+    @abstractmethod
+    def records(self) -> str:
+        """Select (id, user id or NULL, object as text) of all that is stored, last used first, at most ``:most``."""
+
+    # --- what does not ---
+
+    def save(self, user_id: str | None, *, create: bool) -> str:
+        """Put ``:ours`` into the leaf."""
+        return self._write(self.merged(user_id), self.guard(user_id), create=create)
+
+    def set_runtime(self, *, create: bool) -> str:
+        """Put ``:claim`` into the document, and touch nothing else."""
+        return self._write(self.with_runtime(), self.top_guard(), create=create)
+
+    def load(self, user_id: str | None) -> str:
+        """Select (guard, leaf) of the row."""
+        return f"SELECT {self.guard(user_id)}, {self.leaf(user_id)} FROM {self.table} AS r WHERE r.{self.id} = :id"
+
+    def look(self) -> str:
+        """Select the column as it is, to find out why a guard refused."""
+        return f"SELECT {self.whole()} FROM {self.table} AS r WHERE r.{self.id} = :id"
+
+    def _write(self, value: str, guard: str, *, create: bool) -> str:
+        change = f"SET {self.state} = {value} WHERE {guard}"
+        if not create:
+            return f"UPDATE {self.table} AS r {change} AND r.{self.id} = :id"
+        return (
+            f"INSERT INTO {self.table} AS r ({self.id}, {self.state}) VALUES (:id, {self.json(':fresh')}) "
+            f"ON CONFLICT ({self.id}) DO UPDATE {change}"
+        )
+
+    def json(self, text: str) -> str:
+        """Return an expression that makes a JSON value of a text."""
+        return text
+
+
+class SqliteJson(JsonSql):
+    """SQLite, with ``json_patch``: RFC 7396, which takes nulls of the patch as "remove" and keeps all other text.
+
+    A malformed document makes every JSON function fail, so each stands behind ``json_valid`` in a CASE, which is
+    evaluated in order.
+    """
+
+    def merged(self, user_id: str | None) -> str:
+        claimed = f"""json_patch({self._document},
+            CASE coalesce(json_type({self._document}, '$.runtime'), 'null') WHEN 'null' THEN :claim ELSE '{{}}' END)"""
+        if user_id is None:
+            return f"""json_patch({claimed}, json_object('runtime_state', json_object('hermes', json(:ours))))"""
+        # SQLite before 3.45 compares keys as they are spelled, and Jarvis may have spelled an é of the user's id as
+        # \u00e9 since. The key that is there is therefore used as it is spelled; json_each shows it in ``fullkey``.
+        spelled = f"""coalesce((
+            SELECT CASE substr(u.fullkey, length(u.path) + 2, 1)
+                WHEN '"' THEN substr(u.fullkey, length(u.path) + 2)
+                ELSE '"' || substr(u.fullkey, length(u.path) + 2) || '"' END
+            FROM {self._around(user_id)} AS u WHERE u.key = :leaf LIMIT 1), json_quote(:leaf))"""
+        users = rf"'{{' || {spelled} || '\:' || :ours || '}}'"
+        return f"""json_patch({claimed}, json_object(
+            'runtime_state', json_object('hermes', json_object('{USERS}', json({users})))))"""
+
+    def with_runtime(self) -> str:
+        return f"json_patch({self._document}, :claim)"
+
+    def guard(self, user_id: str | None) -> str:
+        above = path(user_id)[:-1]
+        levels = ["$", *("$." + ".".join(above[:depth]) for depth in range(1, len(above) + 1))]
+        empty_or_object = " AND ".join(
+            f"coalesce(json_type(r.{self.state}, '{level}'), 'null') IN ('object', 'null')" for level in levels
+        )
+        return self._if_valid(
+            f"""{empty_or_object} AND NOT EXISTS (
+            SELECT 1 FROM {self._around(user_id)} AS u WHERE u.key = :leaf AND CASE u.type
+                WHEN 'null' THEN 0
+                WHEN 'object' THEN json_type(u.value, '$.schema') = 'integer'
+                    AND json_extract(u.value, '$.schema') > :schema
+                ELSE 1 END)"""
+        )
+
+    def top_guard(self) -> str:
+        return self._if_valid(f"json_type(r.{self.state}) IN ('object', 'null')")
+
+    def leaf(self, user_id: str | None) -> str:
+        return f"""(SELECT u.value FROM {self._around(user_id)} AS u
+            WHERE u.key = :leaf AND u.type = 'object' LIMIT 1)"""
+
+    def whole(self) -> str:
+        return f"CAST(r.{self.state} AS BLOB)"  # as text it would have to be UTF-8
+
+    def records(self) -> str:
+        def select(user: str, around: str, condition: str) -> str:
+            return f"""SELECT r.{self.id}, {user}, u.value,
+                CASE u.type WHEN 'object' THEN json_extract(u.value, '$.last_used_at') END AS used
+                FROM {self.table} AS r, {around} AS u WHERE {condition}
+                AND CASE u.type WHEN 'object' THEN json_type(u.value, '$.status') = 'text' ELSE 0 END"""
+
+        return f"""{select("NULL", self._around(None), "u.key = 'hermes'")}
+            UNION ALL {select("u.key", self._around(""), "typeof(u.key) = 'text'")}
+            ORDER BY 4 DESC LIMIT :most"""
+
+    @property
+    def _document(self) -> str:
+        return f"coalesce(r.{self.state}, '{{}}')"
+
+    def _if_valid(self, condition: str) -> str:
+        return f"""CASE WHEN r.{self.state} IS NULL THEN 1 WHEN json_valid(r.{self.state}) THEN {condition}
+            ELSE 0 END"""
+
+    def _around(self, user_id: str | None) -> str:
+        """Return the members among which the leaf is. They are compared decoded, unlike the keys of a path."""
+        return f"""json_each(CASE WHEN json_valid(r.{self.state}) THEN r.{self.state} ELSE '{{}}' END,
+            '$.{".".join(path(user_id)[:-1])}')"""
+
+
+class PostgresJson(JsonSql):
+    """PostgreSQL, for columns of type ``jsonb``, ``json`` and ``text`` alike.
+
+    Objects are taken apart and put together again as ``json``, which keeps the text of every value (``jsonb`` would
+    turn 1e23 into an integer) and the order of the keys; a ``jsonb`` column takes the result by an assignment cast.
+    """
+
+    def merged(self, user_id: str | None) -> str:
+        keys = path(user_id)
+        value = _patched(_object(self._at(user_id, len(keys))), _json(":ours"))
+        for depth in range(len(keys) - 1, 0, -1):
+            value = _put(_object(self._at(user_id, depth)), _key(user_id, depth), value)
+        runtime = f"coalesce(json_typeof({self._root} -> 'runtime'), 'null')"
+        claim = f"CASE {runtime} WHEN 'null' THEN {_json(':claim')} ELSE '{{}}' END"
+        return _put(_patched(_object(self._root), claim), "'runtime_state'", value)
+
+    def with_runtime(self) -> str:
+        return _patched(_object(self._root), _json(":claim"))
+
+    def guard(self, user_id: str | None) -> str:
+        depths = range(len(path(user_id)) + 1)
+        schema = f"{self._at(user_id, len(depths) - 1)} -> 'schema'"
+        known = f"CASE json_typeof({schema}) WHEN 'number' THEN CAST(CAST({schema} AS text) AS numeric) <= :schema END"
+        objects = (_is_empty_or_object(self._at(user_id, depth)) for depth in depths)
+        return " AND ".join([*objects, f"coalesce({known}, TRUE)"])
+
+    def top_guard(self) -> str:
+        return _is_empty_or_object(self._root)
+
+    def leaf(self, user_id: str | None) -> str:
+        leaf = self._at(user_id, len(path(user_id)))
+        return f"CASE json_typeof({leaf}) WHEN 'object' THEN CAST({leaf} AS text) END"
+
+    def whole(self) -> str:
+        return f"CAST(r.{self.state} AS text)"
+
+    def records(self) -> str:
+        readable = rf"CASE WHEN CAST(r.{self.state} AS text) ~ '{_UNREADABLE}' THEN '{{}}' ELSE {self._root} END"
+        hermes = "o.doc -> 'runtime_state' -> 'hermes'"
+        return f"""SELECT f.id, f.user_id, CAST(f.value AS text), f.value ->> 'last_used_at' AS used FROM (
+            SELECT r.{self.id} AS id, {readable} AS doc FROM {self.table} AS r OFFSET 0) AS o, LATERAL (
+                SELECT o.id, NULL AS user_id, {hermes} AS value
+                UNION ALL SELECT o.id, u.key, u.value FROM json_each({_object(f"{hermes} -> '{USERS}'")}) AS u) AS f
+            WHERE json_typeof(f.value) = 'object' AND json_typeof(f.value -> 'status') = 'string'
+            ORDER BY used DESC NULLS LAST LIMIT :most"""
+
+    def json(self, text: str) -> str:
+        return _json(text)
+
+    @property
+    def _root(self) -> str:
+        return f"CAST(r.{self.state} AS json)"
+
+    def _at(self, user_id: str | None, depth: int) -> str:
+        return "(" + " -> ".join([self._root, *(_key(user_id, above) for above in range(depth))]) + ")"
+
+
+def _key(user_id: str | None, depth: int) -> str:
+    keys = path(user_id)
+    return _text(":leaf") if depth == len(keys) - 1 else f"'{keys[depth]}'"
+
+
+def _text(name: str) -> str:
+    return f"CAST({name} AS text)"  # a bare parameter after -> could be an index as well
+
+
+def _json(name: str) -> str:
+    return f"CAST({name} AS json)"
+
+
+def _object(value: str) -> str:
+    return f"CASE json_typeof({value}) WHEN 'object' THEN {value} ELSE '{{}}' END"
+
+
+def _is_empty_or_object(value: str) -> str:
+    return f"coalesce(json_typeof({value}), 'null') IN ('null', 'object')"
+
+
+def _put(doc: str, key: str, value: str) -> str:
+    """Return ``doc`` with one member set."""
+    return f"""(SELECT json_object_agg(m.key, m.value) FROM (
+        SELECT o.key, o.value FROM json_each({doc}) AS o WHERE o.key <> {key}
+        UNION ALL SELECT {key}, {value}) AS m (key, value))"""
+
+
+def _patched(doc: str, patch: str) -> str:
+    """Return ``doc`` with the members of ``patch``, of which the nulls are removed, as RFC 7396 has it."""
+    return f"""coalesce((SELECT json_object_agg(m.key, m.value) FROM (
+        SELECT o.key, o.value FROM json_each({doc}) AS o WHERE o.key NOT IN (SELECT json_object_keys({patch}))
+        UNION ALL SELECT p.key, p.value FROM json_each({patch}) AS p WHERE json_typeof(p.value) <> 'null'
+        ) AS m (key, value)), '{{}}')"""
+
+
+# A ``json`` column may hold the escapes of U+0000 and of half a surrogate pair, over which all functions fail. One such
+# row must not hide all others from a list. An escape follows an even number of backslashes.
+_HIGH, _LOW = r"\\u[dD][89abAB]..", r"\\u[dD][c-fC-F].."
+_UNREADABLE = rf"(?<!\\)(\\\\)*(\\u0000|{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW})"
+
+
+BY_DIALECT: dict[str, type[JsonSql]] = {"sqlite": SqliteJson, "postgresql": PostgresJson}
+"""The databases that are supported, by SQLAlchemy's name of the dialect."""
