@@ -8,10 +8,10 @@ import asyncio
 import contextlib
 import signal
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from hermes_pool import health
 from hermes_pool.errors import WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
@@ -87,91 +87,114 @@ class StderrTail:
         return tuple(self._lines)
 
 
-@dataclass(slots=True)
+class LinkListener(Protocol):
+    """Whose worker it is: a session, or the pool's spares."""
+
+    def link_heard(self, message: Any) -> None:
+        """Take a frame that belongs to a turn."""
+
+    def link_said(self, line: str) -> None:
+        """Take a line that the worker wrote to its stderr."""
+
+    def link_died(self, link: "WorkerLink", death: Death) -> None:
+        """Take note of its death; called once, after the last frame."""
+
+
 class WorkerLink:
     """A worker, from its launch to its death.
 
-    ``on_turn_message`` gets each frame that belongs to a turn; ``on_death`` is called once, after the last frame.
-    ``steps`` are the seconds that each step of the start took.
+    ``listener`` may change once: when a spare becomes a session's. ``steps`` are the seconds that each step of the
+    start took.
     """
 
-    marker: str
-    frame_bytes_max: int
-    stderr: StderrTail
-    on_turn_message: Callable[[Any], None]
-    on_death: Callable[["WorkerLink", Death], None]
-    steps: dict[str, float] = field(default_factory=dict)
-    started_at: float = field(default_factory=monotonic)
-
-    process: WorkerProcess | None = None
-    opened: wire.Opened | None = None
-    death: Death | None = None
-    """Set when it is over."""
-    _decoder: wire.FrameDecoder[Any] = field(init=False)
-    _hello: "asyncio.Future[wire.Hello]" = field(init=False)
-    _opened: "asyncio.Future[wire.Opened]" = field(init=False)
-    _dead: asyncio.Event = field(default_factory=asyncio.Event)
-    _exit: Exit | None = None
-    _ended: bool = False
-    _cause: str | None = None
-    _wanted: bool = False
-    _timer: asyncio.TimerHandle | None = None
-
-    def __post_init__(self) -> None:
-        """Prepare for the handshake."""
+    def __init__(
+        self,
+        marker: str,
+        listener: LinkListener,
+        *,
+        frame_bytes_max: int,
+        stderr_lines_max: int,
+        on_imported: Callable[[list[str]], None],
+    ) -> None:
+        self.marker = marker
+        self.listener = listener
+        self.stderr = StderrTail(stderr_lines_max, self._said)
+        self.started_at = monotonic()
+        self.steps: dict[str, float] = {}
+        self.process: WorkerProcess | None = None
+        self.opened: wire.Opened | None = None
+        self.death: Death | None = None
+        """Set when it is over."""
+        self._frame_bytes_max = frame_bytes_max
+        self._on_imported = on_imported
         loop = asyncio.get_running_loop()
-        self._decoder = wire.FrameDecoder(wire.FromWorker, self.frame_bytes_max)
-        self._hello = loop.create_future()
-        self._opened = loop.create_future()
+        self._decoder: wire.FrameDecoder[Any] = wire.FrameDecoder(wire.FromWorker, frame_bytes_max)
+        # What the start waits for, each once.
+        self._awaited: dict[type[wire.Message], asyncio.Future[Any]] = {
+            kind: loop.create_future() for kind in (wire.Hello, wire.Prepared, wire.Opened)
+        }
+        self._dead = asyncio.Event()
+        self._exit: Exit | None = None
+        self._ended = False
+        self._cause: str | None = None
+        self._wanted = False
+        self._timer: asyncio.TimerHandle | None = None
 
     # --- starting ---
 
-    async def start(self, launcher: Launcher, command: Command, request: wire.Open, deadline: float) -> wire.Opened:
-        """Launch, shake hands, open; until ``deadline`` (of the loop's clock).
+    async def launch(self, launcher: Launcher, command: Command, deadline: float) -> None:
+        """Start the process and wait for its greeting, until ``deadline`` (of the loop's clock).
 
-        A ``WorkerStartError`` names the step that failed, and nothing of the worker is left then.
+        Here and in the next two, a ``WorkerStartError`` names the step that failed, and nothing is left of the worker.
         """
-        step = "launch"
+        async with self._step("launch", deadline):
+            try:
+                self.process = await launcher.launch(command, self)
+            except OSError as error:
+                raise _launch_error(error, command) from error
+        async with self._step("hello", deadline):
+            hello = await self._answer(wire.Hello, "hello")
+            if hello.protocol != wire.PROTOCOL:
+                raise WorkerUnusableError(
+                    f"the worker speaks protocol {hello.protocol} and this supervisor {wire.PROTOCOL}: "
+                    "install the same hermes-pool on both sides",
+                    step="hello",
+                )
+
+    async def prepare(self, request: wire.Prepare, deadline: float) -> wire.Prepared:
+        """Have it get ready for a conversation that is not known yet."""
+        async with self._step("prepare", deadline):
+            self.send(request)
+            prepared: wire.Prepared = await self._answer(wire.Prepared, "prepare")
+        return prepared
+
+    async def open(self, request: wire.Open, deadline: float) -> None:
+        """Bind it to a conversation; ``opened`` is its answer."""
+        async with self._step("open", deadline):
+            self.send(request)
+            self.opened = await self._answer(wire.Opened, "open")
+
+    @contextlib.asynccontextmanager
+    async def _step(self, name: str, deadline: float) -> AsyncIterator[None]:
+        began = monotonic()
         try:
             async with asyncio.timeout_at(deadline):
-                began = monotonic()
-                self.process = await launcher.launch(command, self)
-                began = self._step_done(step, began)
-                step = "hello"
-                hello = await self._unless_dead(self._hello, step)
-                if hello.protocol != wire.PROTOCOL:
-                    raise WorkerUnusableError(
-                        f"the worker speaks protocol {hello.protocol} and this supervisor {wire.PROTOCOL}: "
-                        "install the same hermes-pool on both sides",
-                        step=step,
-                    )
-                began = self._step_done(step, began)
-                step = "open"
-                self.send(request)
-                self.opened = await self._unless_dead(self._opened, step)
-                self._step_done(step, began)
+                yield
         except BaseException as error:
             await asyncio.shield(self.kill("its start was given up"))
-            match error:
-                case TimeoutError():
-                    done = ", ".join(f"{name} took {seconds:.2f} s" for name, seconds in self.steps.items())
-                    raise WorkerStartTimeoutError(
-                        f"the worker did not get past the step {step!r} within start_timeout_s"
-                        + (f" ({done})" if done else ""),
-                        step=step,
-                        stderr_tail=self.stderr.lines(),
-                    ) from None
-                case OSError():
-                    raise _launch_error(error, command) from error
-            raise
-        return self.opened
+            if not isinstance(error, TimeoutError):
+                raise
+            done = ", ".join(f"{step} took {seconds:.2f} s" for step, seconds in self.steps.items())
+            raise WorkerStartTimeoutError(
+                f"the worker did not get past the step {name!r} within start_timeout_s"
+                + (f" ({done})" if done else ""),
+                step=name,
+                stderr_tail=self.stderr.lines(),
+            ) from None
+        self.steps[name] = monotonic() - began
 
-    def _step_done(self, step: str, began: float) -> float:
-        now = monotonic()
-        self.steps[step] = now - began
-        return now
-
-    async def _unless_dead(self, future: "asyncio.Future[Any]", step: str) -> Any:
+    async def _answer(self, kind: type[wire.Message], step: str) -> Any:
+        future = self._awaited[kind]
         dead = asyncio.ensure_future(self._dead.wait())
         try:
             await asyncio.wait({future, dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -192,7 +215,7 @@ class WorkerLink:
 
     def send(self, message: wire.Message) -> None:
         """Send a message; ``wire.FrameTooLargeError`` when it is over the limit."""
-        self.send_frame(wire.encode(message, self.frame_bytes_max))
+        self.send_frame(wire.encode(message, self._frame_bytes_max))
 
     def send_frame(self, frame: bytes | bytearray) -> None:
         """Send what ``wire.encode`` has made."""
@@ -205,11 +228,11 @@ class WorkerLink:
         """Take the next bytes of the wire."""
         for message in self._decoder.feed(data):
             if isinstance(message, wire.TurnMessage):
-                self.on_turn_message(message)
-            elif isinstance(message, wire.Hello) and not self._hello.done():
-                self._hello.set_result(message)
-            elif isinstance(message, wire.Opened) and self._hello.done() and not self._opened.done():
-                self._opened.set_result(message)
+                self.listener.link_heard(message)
+            elif isinstance(message, wire.Imported):
+                self._on_imported(message.modules)
+            elif (awaited := self._awaited.get(type(message))) is not None and not awaited.done():
+                awaited.set_result(message)
         if self._decoder.failed is not None and self._cause is None:
             self._condemn(f"broke the protocol ({self._decoder.failed})")
 
@@ -256,7 +279,10 @@ class WorkerLink:
             cause = "stopped inside a frame"
         self.death = Death(self._exit, self.stderr.lines(), cause, self._wanted)
         self._dead.set()
-        self.on_death(self, self.death)
+        self.listener.link_died(self, self.death)
+
+    def _said(self, line: str) -> None:
+        self.listener.link_said(line)
 
     # --- ending ---
 

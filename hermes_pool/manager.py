@@ -16,7 +16,6 @@ from hermes_pool.errors import HermesPoolError, PoolClosedError, PoolFullError
 from hermes_pool.lifecycle import State
 from hermes_pool.link import Stopped
 from hermes_pool.log import logger
-from hermes_pool.process import launcher_for
 from hermes_pool.session import Session, Surroundings
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
@@ -63,7 +62,7 @@ class HermesSessionManager:
         prefix, numbers = secrets.token_hex(4), count(1)
         self._around = Surroundings(
             settings=settings,
-            starter=Starter(settings, launcher_for(settings.launcher), dict(os.environ)),
+            starter=Starter(settings, dict(os.environ), self._log),
             store=self._store,
             host=socket.gethostname(),
             log=self._log,
@@ -80,6 +79,7 @@ class HermesSessionManager:
         except HermesPoolError as error:  # nobody can look in from outside; no reason to answer nobody
             self._log.warning("control_socket_failed", error=str(error))
         self._open = "open"
+        self._around.starter.warm_up()
         self._in_background(self._sweep())
         self._in_background(self._save_always())
         self._log.info("pool_opened", agent=settings.agent, state_dir=str(settings.state_dir))
@@ -111,6 +111,7 @@ class HermesSessionManager:
                 self._log.error("stop_failed", conversation_id=session.key.conversation_id, error=repr(end))
         await asyncio.gather(*(session.save() for session in sessions if session.unsaved))
         await self._control.close()
+        await self._around.starter.close()
         tasks = self._tasks - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -159,7 +160,7 @@ class HermesSessionManager:
 
     async def sessions(self) -> list[SessionSnapshot]:
         """Return all sessions of this pool as they are now, with what the operating system says of their processes."""
-        rows = [session.snapshot() for session in self._sessions.values()]
+        rows = [session.snapshot() for session in self._sessions.values()] + self._around.starter.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
         looks = dict(zip(identities, await asyncio.to_thread(health.look_all, identities), strict=True))
         seen = []
@@ -254,6 +255,7 @@ class HermesSessionManager:
         """Let idle sessions go, and try again what could not be saved."""
         while True:
             await asyncio.sleep(self.settings.idle_sweep_s)
+            self._around.starter.spares.refill()
             idle = [
                 session
                 for session in self._sessions.values()

@@ -4,8 +4,9 @@ The one seam to the operating system: the rest of the pool asks a ``Launcher`` t
 write, to signal and to close; it hears of bytes and of the exit through a ``Listener``. Killing is an action here and
 dying is an event: no method says "it is dead now".
 
-Two launchers. ``SpawnLauncher`` (Linux) makes the pipes itself and watches the exit by a pidfd: no thread, no polling,
-no race with a recycled pid. ``PortableLauncher`` is asyncio's own subprocess support, for everything else.
+Two launchers are here. ``SpawnLauncher`` (Linux) makes the pipes itself and watches the exit by a pidfd: no thread, no
+polling, no race with a recycled pid. ``PortableLauncher`` is asyncio's own subprocess support, for everything else. The
+third, which forks, is in ``zygote``.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 import psutil
 
@@ -98,19 +99,70 @@ class Launcher(Protocol):
     async def launch(self, command: Command, listener: Listener) -> WorkerProcess:
         """Start one; ``OSError`` when that is impossible."""
 
-
-def launcher_for(choice: Literal["auto", "spawn", "portable"]) -> Launcher:
-    """Return the launcher of a setting; ``spawn`` and ``auto`` become the portable one where there is no pidfd."""
-    if choice != "portable" and hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal"):
-        return SpawnLauncher()
-    return PortableLauncher()
+    async def close(self) -> None:
+        """End what is kept for further launches; workers that run are left alone."""
 
 
 # --- Linux -----------------------------------------------------------------------------------------------------------
 
 
+class ChildPipes:
+    """The three pipes of a worker: the child's ends as plain files, ours as transports once they are connected."""
+
+    def __init__(self) -> None:
+        self._files: list[BinaryIO] = []
+        self._transports: list[asyncio.ReadTransport | asyncio.WriteTransport] = []
+        self.reader: asyncio.ReadTransport | None = None
+        self.writer: asyncio.WriteTransport | None = None
+        try:
+            self._stdin, self._our_out = self._pipe()
+            self._our_in, self._stdout = self._pipe()
+            self._our_err, self._stderr = self._pipe()
+        except BaseException:
+            self.close()
+            raise
+        for end in (self._stdin, self._stdout):
+            _enlarge(end)
+
+    def _pipe(self) -> tuple[BinaryIO, BinaryIO]:
+        ends = os.pipe()
+        files = os.fdopen(ends[0], "rb", 0), os.fdopen(ends[1], "wb", 0)
+        self._files += files
+        return files
+
+    def child_ends(self) -> tuple[int, int, int]:
+        """Return the descriptors that become the child's 0, 1 and 2."""
+        return self._stdin.fileno(), self._stdout.fileno(), self._stderr.fileno()
+
+    async def connect(self, listener: Listener) -> None:
+        """Let go of the child's ends, and hand what comes through ours to the listener from now on."""
+        for end in (self._stdin, self._stdout, self._stderr):
+            end.close()
+        loop = asyncio.get_running_loop()
+        self.reader, _ = await loop.connect_read_pipe(
+            lambda: _PipeProtocol(listener.stdout_received, listener.stdout_ended), self._our_in
+        )
+        self._transports.append(self.reader)
+        stderr, _ = await loop.connect_read_pipe(
+            lambda: _PipeProtocol(listener.stderr_received, lambda: None), self._our_err
+        )
+        self._transports.append(stderr)
+        self.writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._our_out)
+        self._transports.append(self.writer)
+
+    def close(self) -> None:
+        """Let go of everything; what was not sent is dropped."""
+        # A transport whose other end is gone has closed by itself, and does not take it twice.
+        for transport in self._transports:
+            if not transport.is_closing():
+                transport.abort() if isinstance(transport, asyncio.WriteTransport) else transport.close()
+        if len(self._transports) < _TRANSPORTS:  # they own the files otherwise
+            for file in self._files:
+                file.close()
+
+
 class _PipeProtocol(asyncio.Protocol):
-    """The reading end of one pipe, between its transport and a listener's method."""
+    """The reading end of one pipe, between its transport and a listener's methods."""
 
     def __init__(self, received: Callable[[bytes], None], ended: Callable[[], None]) -> None:
         self._received = received
@@ -123,112 +175,115 @@ class _PipeProtocol(asyncio.Protocol):
         self._ended()
 
 
-class SpawnLauncher:
-    """Pipes of our own, ``subprocess`` (vfork and exec, so threads of the host do no harm), and a pidfd."""
+class PidfdProcess:
+    """A process that is written to through ``ChildPipes`` and watched, and signalled, through its pidfd.
 
-    async def launch(self, command: Command, listener: Listener) -> WorkerProcess:
-        """Start a process in a session of its own, with nothing inherited but its three standard descriptors."""
-        loop = asyncio.get_running_loop()
-        with contextlib.ExitStack() as unwind:
+    Whoever makes it says in ``take_status`` how its exit status is learnt: the pidfd only tells that it is over.
+    """
 
-            def pipe() -> tuple[BinaryIO, BinaryIO]:
-                read_end, write_end = os.pipe()
-                return unwind.enter_context(os.fdopen(read_end, "rb", 0)), unwind.enter_context(
-                    os.fdopen(write_end, "wb", 0)
-                )
-
-            child_in, our_out = pipe()
-            our_in, child_out = pipe()
-            our_err, child_err = pipe()
-            for end in (child_in, child_out):
-                _enlarge(end)
-            popen = subprocess.Popen(  # noqa: ASYNC220 - 0.3 ms; a thread would cost as much
-                command.argv, stdin=child_in, stdout=child_out, stderr=child_err, env=command.env, cwd=command.cwd,
-                start_new_session=True,
-            )  # fmt: skip
-            for end in (child_in, child_out, child_err):
-                end.close()
-            process = _SpawnedProcess(popen, listener, loop)
-            try:
-                process.reader, _ = await loop.connect_read_pipe(
-                    lambda: _PipeProtocol(listener.stdout_received, listener.stdout_ended), our_in
-                )
-                process.stderr, _ = await loop.connect_read_pipe(
-                    lambda: _PipeProtocol(listener.stderr_received, lambda: None), our_err
-                )
-                process.writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, our_out)
-            except BaseException:
-                process.send_signal(signal.SIGKILL)
-                process.close()
-                raise
-            unwind.pop_all()  # the transports own the descriptors now
-        return process
-
-
-class _SpawnedProcess:
-    """A child of this process, watched by its pidfd."""
-
-    reader: asyncio.ReadTransport | None = None
-    stderr: asyncio.ReadTransport | None = None
-    writer: asyncio.WriteTransport | None = None
-
-    def __init__(self, popen: "subprocess.Popen[bytes]", listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
-        self.pid = popen.pid
-        self._popen = popen
-        self._listener = listener
-        self._loop = loop
-        self._pidfd: int | None = None
+    def __init__(self, pid: int, pidfd: int, pipes: ChildPipes, take_status: Callable[[int], None]) -> None:
+        self.pid = pid
+        self._pidfd: int | None = pidfd
+        self._pipes = pipes
+        self._take_status = take_status
+        self._loop = asyncio.get_running_loop()
         try:
-            self._pidfd = os.pidfd_open(popen.pid)
-            self.create_time = psutil.Process(popen.pid).create_time()
-        except (OSError, psutil.Error) as error:
-            popen.kill()
-            popen.wait()
-            if self._pidfd is not None:
-                os.close(self._pidfd)
+            self.create_time = psutil.Process(pid).create_time()
+        except psutil.Error as error:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             raise OSError(f"the worker, once started, could not be watched: {error}") from error
-        loop.add_reader(self._pidfd, self._reap)
+        self._loop.add_reader(pidfd, self._over)
 
-    def _reap(self) -> None:
+    def _over(self) -> None:
         pidfd = cast("int", self._pidfd)
         self._loop.remove_reader(pidfd)
         self._pidfd = None
         try:
-            found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
-        except ChildProcessError:  # the host ignores SIGCHLD, or waits for any child
-            status = None
-        else:
-            exited = found is not None and found.si_code == os.CLD_EXITED
-            status = None if found is None else (found.si_status if exited else -found.si_status)
-        os.close(pidfd)
-        # subprocess must not wait again: the pid may soon be somebody else's.
-        self._popen.returncode = status if status is not None else 0
-        self._listener.exited(Exit(status))
+            self._take_status(pidfd)
+        finally:
+            os.close(pidfd)
 
     def write(self, data: bytes | bytearray) -> None:
-        if self.writer is not None and not self.writer.is_closing():
-            self.writer.write(data)
+        """Send bytes."""
+        writer = self._pipes.writer
+        if writer is not None and not writer.is_closing():
+            writer.write(data)
 
     def pause_reading(self) -> None:
-        if self.reader is not None and not self.reader.is_closing():
-            self.reader.pause_reading()
+        """Read no more for now."""
+        reader = self._pipes.reader
+        if reader is not None and not reader.is_closing():
+            reader.pause_reading()
 
     def resume_reading(self) -> None:
-        if self.reader is not None and not self.reader.is_closing():
-            self.reader.resume_reading()
+        """Read on."""
+        reader = self._pipes.reader
+        if reader is not None and not reader.is_closing():
+            reader.resume_reading()
 
     def send_signal(self, number: int) -> None:
+        """Signal it."""
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def close(self) -> None:
-        # A transport whose other end is gone has closed by itself, and does not take it twice.
-        if self.writer is not None and not self.writer.is_closing():
-            self.writer.abort()
-        for reader in (self.reader, self.stderr):
-            if reader is not None and not reader.is_closing():
-                reader.close()
+        """Let go of the pipes."""
+        self._pipes.close()
+
+
+class SpawnLauncher:
+    """Pipes of our own, ``subprocess`` (vfork and exec, so threads of the host do no harm), and a pidfd."""
+
+    async def launch(self, command: Command, listener: Listener) -> WorkerProcess:
+        """Start a process in a session of its own, with nothing inherited but its three standard descriptors."""
+        pipes = ChildPipes()
+        process: PidfdProcess | None = None
+        try:
+            stdin, stdout, stderr = pipes.child_ends()
+            popen = subprocess.Popen(  # noqa: ASYNC220 - 0.3 ms; a thread would cost as much
+                command.argv,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=command.env,
+                cwd=command.cwd,
+                start_new_session=True,
+            )
+            process = self._watched(popen, pipes, listener)
+            await pipes.connect(listener)
+        except BaseException:
+            if process is not None:
+                process.send_signal(signal.SIGKILL)
+            pipes.close()
+            raise
+        return process
+
+    async def close(self) -> None:
+        """Nothing is kept between launches."""
+
+    def _watched(self, popen: "subprocess.Popen[bytes]", pipes: ChildPipes, listener: Listener) -> PidfdProcess:
+        def take_status(pidfd: int) -> None:
+            try:
+                found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+            except ChildProcessError:  # the host ignores SIGCHLD, or waits for any child
+                found = None
+            status = None
+            if found is not None:
+                status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            # subprocess must not wait again: the pid may soon be somebody else's.
+            popen.returncode = status if status is not None else 0
+            listener.exited(Exit(status))
+
+        try:
+            return PidfdProcess(popen.pid, os.pidfd_open(popen.pid), pipes, take_status)
+        except OSError:
+            popen.kill()
+            popen.wait()
+            raise
+
+
+_TRANSPORTS = 3
 
 
 def _enlarge(pipe: BinaryIO) -> None:
@@ -266,6 +321,9 @@ class PortableLauncher:
             transport.close()
             raise OSError(f"the worker, once started, could not be watched: {error}") from error
         return protocol
+
+    async def close(self) -> None:
+        """Nothing is kept between launches."""
 
 
 class _PortableProcess(asyncio.SubprocessProtocol):
@@ -326,3 +384,7 @@ class _PortableProcess(asyncio.SubprocessProtocol):
 
 
 _UNKNOWN_TO_ASYNCIO = 255
+
+
+HAS_PIDFD = hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+"""Whether this platform has what ``SpawnLauncher`` needs."""

@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from hermes_pool import lifecycle
 from hermes_pool.clocks import TurnClocks
@@ -29,7 +28,7 @@ from hermes_pool.errors import (
     WorkerStartError,
 )
 from hermes_pool.lifecycle import Event, State
-from hermes_pool.link import Death, StderrTail, Stopped, WorkerLink, kill_strays
+from hermes_pool.link import Death, Stopped, WorkerLink, kill_strays
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.start import LAUNCHES_MAX, Starter
@@ -333,7 +332,7 @@ class Session:
                 request = self._around.starter.request(
                     self._id, session_id=self.session_id, committed=self.committed, unfinished=unfinished
                 )
-                link = await self._around.starter.start(request, self._new_link, self._start_failed)
+                link = await self._around.starter.start(request, self, self._start_failed)
             except asyncio.CancelledError:  # by ``stop``; the link has seen to the process before it let go
                 self._became(Event.STOP_BEGUN)
                 self._became(Event.DIED)
@@ -366,17 +365,6 @@ class Session:
             self.restart_count = max(self.restart_count, stored.restart_count)
             self.turns = max(self.turns, stored.turns)
 
-    def _new_link(self, marker: str) -> WorkerLink:
-        self.incarnation += 1
-        log = self._log.bind(incarnation=self.incarnation)
-        return WorkerLink(
-            marker=marker,
-            frame_bytes_max=self._settings.frame_bytes_max,
-            stderr=StderrTail(self._settings.stderr_lines_max, partial(_log_line, log)),
-            on_turn_message=self._heard,
-            on_death=self._died,
-        )
-
     def _start_failed(self, error: WorkerStartError) -> None:
         self._log.warning("start_failed", step=error.step, error=error.message)
 
@@ -384,6 +372,7 @@ class Session:
         opened = link.opened
         assert opened is not None  # noqa: S101 - for the type checker: a link that was started has opened
         self._link = link
+        self.incarnation += 1
         if self._to_replace is not None:
             self.restart_count += 1
             self._to_replace = None
@@ -415,7 +404,7 @@ class Session:
         self._link.send_frame(frame)
         self._clocks.watch(turn)
 
-    def _heard(self, message: wire.TurnMessage) -> None:
+    def link_heard(self, message: Any) -> None:
         """Take a frame of a turn; one that is not of this attempt of this turn has no addressee any more."""
         turn = self._turn
         if turn is None or message.turn_id != turn.turn_id or message.attempt != turn.attempt:
@@ -443,7 +432,7 @@ class Session:
             case wire.SessionMoved():
                 self.session_id = message.session_id
                 self._save_soon()
-        turn.push(cast("wire.Event", message))
+        turn.push(message)
         if turn.lags and self._link is not None and self._link.process is not None:
             self._link.process.pause_reading()
 
@@ -488,6 +477,10 @@ class Session:
         self._save_soon()
         self._lock.release()
 
+    def link_said(self, line: str) -> None:
+        """Pass a line of the worker's stderr on to the log."""
+        self._log.info("worker_stderr", line=line)
+
     # --- stopping and dying ---
 
     def _over_limit(self, turn: Turn, limit: str, seconds: float) -> None:
@@ -516,7 +509,8 @@ class Session:
         self._log.info("stopped", rung=stopped.rung, strays=stopped.strays)
         return stopped
 
-    def _died(self, link: WorkerLink, death: Death) -> None:
+    def link_died(self, link: WorkerLink, death: Death) -> None:
+        """Take note of the end of a worker, whoever caused it."""
         if link is not self._link:
             return  # it never became ready; its start tells the story
         self._link = None
@@ -609,10 +603,6 @@ class Session:
     @property
     def _id(self) -> str:
         return self.key.conversation_id
-
-
-def _log_line(log: Any, line: str) -> None:
-    log.info("worker_stderr", line=line)
 
 
 def _iso(moment: datetime | None) -> str | None:

@@ -80,9 +80,12 @@ class PoolSettings:
     database_timeout_s: float = 10.0
     """How long one read or write of the store may take before it counts as failed."""
 
-    launcher: Literal["auto", "spawn", "portable"] = "auto"
-    """How workers are started: ``spawn`` (Linux: own pipes and pidfd), ``portable`` (asyncio's subprocesses), or
-    ``auto`` (the best of the platform)."""
+    launcher: Literal["auto", "zygote", "spawn", "portable"] = "auto"
+    """How workers are started: ``zygote`` (Linux: forked from a process that has imported everything), ``spawn``
+    (Linux: own pipes and pidfd), ``portable`` (asyncio's subprocesses), or ``auto`` (the best of the platform)."""
+    spares: int = 0
+    """Workers kept ready for conversations to come: started, prepared, bound to none, and used once. They do not count
+    against ``workers_max``."""
     workers_max: int = 64
     """Most workers at once. At the limit the session that has been idle longest goes dormant to make room."""
 
@@ -147,7 +150,7 @@ class PoolSettings:
         for name, allowed in (
             ("busy", ("wait", "reject")),
             ("replay", ("until_tool", "always", "never")),
-            ("launcher", ("auto", "spawn", "portable")),
+            ("launcher", ("auto", "zygote", "spawn", "portable")),
         ):
             if getattr(self, name) not in allowed:
                 raise SettingsError(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
@@ -164,7 +167,14 @@ class PoolSettings:
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be over 0, not {getattr(self, name)!r}")
-        for name in ("close_grace_s", "term_grace_s", "turns_waiting_max", "restarts_max", "stderr_lines_max"):
+        for name in (
+            "close_grace_s",
+            "term_grace_s",
+            "spares",
+            "turns_waiting_max",
+            "restarts_max",
+            "stderr_lines_max",
+        ):
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name} cannot be negative, and is {getattr(self, name)!r}")
         if self.frame_bytes_max < _FRAME_BYTES_LEAST or self.frame_bytes_max > _FRAME_BYTES_MOST:

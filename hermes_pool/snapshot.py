@@ -8,11 +8,13 @@ class SessionSnapshot:
     """One session at one moment. Times are in seconds, ``None`` is "there is none" or "cannot be known"."""
 
     conversation_id: str
+    """Empty for a spare worker."""
     user_id: str | None = None
     session_id: str | None = None
     """The agent's own name of the session (Hermes' ``session_id``)."""
     state: str
-    """A state of ``lifecycle.State``; of a stored row, its ``status`` (``healthy``, ``dormant``, ``failed``)."""
+    """A state of ``lifecycle.State``, or ``spare``; of a stored row its ``status``: ``healthy``, ``dormant``,
+    ``failed``."""
     health: str = "none"
     """What the operating system says of the process: ``alive``, ``frozen`` (stopped by a signal), ``dead`` or
     ``unknown``; ``none`` where there should be no process."""

@@ -1,8 +1,8 @@
-"""Starts a worker for a session: what is run, in which environment, and what happens when that fails."""
+"""Gets a worker for a session: what is run, in which environment, and what happens when that fails."""
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ import hermes_pool_worker
 from hermes_pool.environment import worker_environment
 from hermes_pool.errors import WorkerStartError
 from hermes_pool.health import MARKER_VARIABLE
-from hermes_pool.link import WorkerLink
-from hermes_pool.process import Command, Launcher
+from hermes_pool.link import LinkListener, WorkerLink
+from hermes_pool.process import HAS_PIDFD, Command, Launcher, PortableLauncher, SpawnLauncher
 from hermes_pool.settings import PoolSettings
+from hermes_pool.spares import Spares
+from hermes_pool.zygote import ZygoteLauncher
 from hermes_pool_worker import wire
 
 LAUNCHES_MAX = 2
@@ -24,28 +26,67 @@ WORKER_PROGRAM = Path(hermes_pool_worker.__file__).with_name("__main__.py")
 class Starter:
     """Starts the workers of one pool."""
 
-    def __init__(self, settings: PoolSettings, launcher: Launcher, host_environment: Mapping[str, str]) -> None:
+    def __init__(self, settings: PoolSettings, host_environment: Mapping[str, str], log: Any) -> None:
         self._settings = settings
-        self._launcher = launcher
-        self._host_environment = host_environment
+        self._environment = worker_environment(settings, host_environment)
+        self._cwd = settings.worker_cwd or settings.state_dir / "workspace"
+        self._data_dir = str(settings.state_dir / "agents" / settings.agent.replace(":", "_"))
+        self._launcher = self._choose_launcher(log)
+        self.spares = Spares(settings.spares, self._start_spare, log)
         pool = secrets.token_hex(8)
         self._markers = (f"{pool}-{number}" for number in count(1))
 
-    async def start(
-        self, request: wire.Open, new_link: Callable[[str], WorkerLink], on_failure: Callable[[WorkerStartError], None]
-    ) -> WorkerLink:
-        """Return a worker that has opened ``request``, within ``start_timeout_s`` and two launches.
+    def _choose_launcher(self, log: Any) -> Launcher:
+        settings = self._settings
+        if settings.launcher == "portable" or not HAS_PIDFD:
+            return PortableLauncher()
+        if settings.launcher == "spawn":
+            return SpawnLauncher()
+        return ZygoteLauncher(self._command(), settings.agent_options, settings.state_dir / "preload", log)
 
-        ``new_link`` makes the link of each launch from the marker of its process; ``on_failure`` hears of those that
-        failed. Raises ``WorkerStartError``, and ``WorkerUnusableError`` at once where a second try is useless.
+    def warm_up(self) -> None:
+        """Begin with what makes the first starts quick."""
+        self._make_workspace()
+        if isinstance(self._launcher, ZygoteLauncher):
+            self._launcher.warm_up()
+        self.spares.refill()
+
+    async def close(self) -> None:
+        """End what was kept for further starts."""
+        await self.spares.close()
+        await self._launcher.close()
+
+    def _learn(self, modules: Sequence[str]) -> None:
+        if isinstance(self._launcher, ZygoteLauncher):
+            self._launcher.learn(modules)
+
+    def _make_workspace(self) -> None:
+        if self._settings.worker_cwd is None:
+            self._cwd.mkdir(parents=True, exist_ok=True)
+
+    async def start(
+        self, request: wire.Open, listener: LinkListener, on_failure: Callable[[WorkerStartError], None]
+    ) -> WorkerLink:
+        """Return a worker that has opened ``request``, within ``start_timeout_s``: a spare, or up to two launches.
+
+        ``on_failure`` hears of each try that failed. Raises ``WorkerStartError``, and ``WorkerUnusableError`` at once
+        where a second try is useless.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.start_timeout_s
-        for tries_left in reversed(range(LAUNCHES_MAX)):
-            marker = next(self._markers)
-            link = new_link(marker)
+        if (spare := self.spares.take()) is not None:
+            spare.listener = listener
             try:
-                await link.start(self._launcher, self._command(marker), request, deadline)
+                await spare.open(request, deadline)
+            except WorkerStartError as error:
+                on_failure(error)
+            else:
+                return spare
+        for tries_left in reversed(range(LAUNCHES_MAX)):
+            link = self._new_link(listener)
+            try:
+                await link.launch(self._launcher, self._command(**{MARKER_VARIABLE: link.marker}), deadline)
+                await link.open(request, deadline)
             except WorkerStartError as error:
                 on_failure(error)
                 if not tries_left or not error.retryable or loop.time() >= deadline:
@@ -55,27 +96,44 @@ class Starter:
                     return link
         raise WorkerStartError("the worker died as soon as it was ready", step="open")
 
+    async def _start_spare(self, listener: LinkListener) -> tuple[WorkerLink, list[str]]:
+        """Return a worker that waits for a conversation, and the files that make it stale when they change."""
+        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+        link = self._new_link(listener)
+        await link.launch(self._launcher, self._command(**{MARKER_VARIABLE: link.marker}), deadline)
+        prepared = await link.prepare(wire.Prepare(dict(self._settings.agent_options), self._data_dir), deadline)
+        return link, prepared.watched
+
+    def _new_link(self, listener: LinkListener) -> WorkerLink:
+        return WorkerLink(
+            next(self._markers),
+            listener,
+            frame_bytes_max=self._settings.frame_bytes_max,
+            stderr_lines_max=self._settings.stderr_lines_max,
+            on_imported=self._learn,
+        )
+
     def request(self, conversation_id: str, **session: Any) -> wire.Open:
         """Return the request that opens a session of this pool's agent."""
         settings = self._settings
         return wire.Open(
             conversation_id,
             options=dict(settings.agent_options),
-            data_dir=str(settings.state_dir / "agents" / settings.agent.replace(":", "_")),
+            data_dir=self._data_dir,
             **session,
         )
 
-    def _command(self, marker: str) -> Command:
+    def _command(self, **more: str) -> Command:
         settings = self._settings
-        cwd = settings.worker_cwd
-        if cwd is None:
-            cwd = settings.state_dir / "workspace"
-            cwd.mkdir(parents=True, exist_ok=True)
         return Command(
             argv=(
-                settings.worker_python, "-P", str(WORKER_PROGRAM), settings.agent, str(settings.frame_bytes_max),
+                settings.worker_python,
+                "-P",
+                str(WORKER_PROGRAM),
+                settings.agent,
+                str(settings.frame_bytes_max),
                 *settings.agent_paths,
             ),
-            env={**worker_environment(settings, self._host_environment), MARKER_VARIABLE: marker},
-            cwd=cwd,
-        )  # fmt: skip
+            env={**self._environment, **more},
+            cwd=self._cwd,
+        )

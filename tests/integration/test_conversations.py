@@ -51,7 +51,7 @@ async def test_ten_turns_keep_one_process_and_the_context(open_pool: OpenPool) -
     assert (await pool.send("ada", "/count")).text == "12"
     pids.add(await the_pid(pool, "ada"))
     assert len(pids) == 1
-    assert psutil.Process(pids.pop()).ppid() == os.getpid()
+    assert os.getpid() in [parent.pid for parent in psutil.Process(pids.pop()).parents()]
 
 
 async def test_conversations_and_users_have_sessions_of_their_own(open_pool: OpenPool) -> None:

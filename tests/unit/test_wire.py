@@ -20,6 +20,8 @@ MESSAGES = st.one_of(
 # The bytes of each message, so that a change of the wire is never an accident.
 GOLDEN = [
     (wire.Open("c"), "0000000d97a44f70656ea163c0c0c080c0"),
+    (wire.Prepare({"a": 1}), "0000000e93a75072657061726581a16101c0"),
+    (wire.Prepared(["f"]), "0000000d92a8507265706172656491a166"),
     (wire.Turn("t", 1, "hi"), "0000000d95a45475726ea17401a26869c3"),
     (wire.Cancel("t", 2), "0000000b93a643616e63656ca17402"),
     (wire.Answer("t", 1, "q1", "no"), "0000001195a6416e73776572a17401a27131a26e6f"),
@@ -47,6 +49,7 @@ GOLDEN = [
     (wire.TurnFailed("t", 1, "w", "x"), "0000001597aa5475726e4661696c6564a17401a177a178c0c0"),
     (wire.Pong(7), "0000000792a4506f6e6707"),
     (wire.Closed(), "0000000891a6436c6f736564"),
+    (wire.Imported(["a.b"]), "0000000f92a8496d706f7274656491a3612e62"),
 ]
 
 

@@ -1,5 +1,7 @@
 """The worker program: ``python -P .../hermes_pool_worker/__main__.py AGENT FRAME_BYTES_MAX [IMPORT_PATH ...]``.
 
+With ``--zygote`` before these it does not work itself: it forks workers (see ``zygote``).
+
 It is run as a file, by an interpreter that need not have hermes-pool installed, and must find exactly the package that
 it is part of, the one that the supervisor speaks with. So it puts its parent folder on the import path, imports the
 package (whose ``__init__`` imports nothing), and takes the folder off again at once: in a wheel that folder is the
@@ -30,7 +32,8 @@ def main() -> None:
     from hermes_pool_worker import stdio  # noqa: PLC0415 - stdio is claimed before anything else is imported
 
     wire_in, wire_out = stdio.claim()
-    agent, frame_bytes_max, *import_paths = sys.argv[1:]
+    is_zygote = sys.argv[1] == "--zygote"
+    agent, frame_bytes_max, *import_paths = sys.argv[1 + is_zygote :]
     # At the end: a folder of the user's must not shadow what Hermes imports by such names as "utils".
     sys.path.extend(import_paths)
     try:
@@ -44,7 +47,12 @@ def main() -> None:
             f"run: {sys.executable} -m pip install msgspec",
         )
     else:
-        stdio.leave(serve.serve(wire_in, wire_out, agent, int(frame_bytes_max)))
+        born_with = None
+        if is_zygote:
+            from hermes_pool_worker import zygote  # noqa: PLC0415 - exists on Linux only
+
+            wire_in, wire_out, born_with = zygote.run(wire_in, wire_out, agent)  # returns in each worker that it forks
+        stdio.leave(serve.serve(wire_in, wire_out, agent, int(frame_bytes_max), born_with))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,13 @@ class RunningTurn(Protocol):
 
 
 class Agent(Protocol):
-    """One conversation's agent. All calls come from the worker's main thread, one at a time, except ``interrupt``."""
+    """One conversation's agent. All calls come from the worker's main thread, one at a time, except ``interrupt``.
+
+    Two more are optional, and make starts quick. ``preload(options)``, a function of the agent's *module*, is called
+    once in the process from which workers are forked: it imports and reads what all of them need, and constructs
+    nothing (no thread, no open file). ``prepare(options)``, a method, is called in a spare worker before any
+    conversation is known. Both return the paths of the files that went into it: a change of one makes it stale.
+    """
 
     def open(self, request: Open) -> Opened:
         """Begin or resume a session. Heavy imports belong here or in the factory.

@@ -6,7 +6,9 @@ only from ``HermesAgent.open`` on. The user's Hermes configuration is read and n
 
 import contextlib
 import json
+import logging
 import os
+import ssl
 import threading
 import time
 import traceback
@@ -15,7 +17,7 @@ from typing import Any, Final, Literal
 
 from hermes_pool_worker.agent import AgentError, Open, Opened, Outcome, RunningTurn
 from hermes_pool_worker.hermes_history import EMPTY_REPLY, NOTHING_YET, History, same_text
-from hermes_pool_worker.hermes_setup import HermesOptions, build_agent, import_hermes
+from hermes_pool_worker.hermes_setup import HermesOptions, adopt_session, build_agent, files_read, import_hermes
 from hermes_pool_worker.wire import scrub
 
 __all__ = ["HermesAgent", "HermesOptions"]
@@ -35,6 +37,21 @@ _USAGE: Final = (
 )  # fmt: skip
 
 
+def preload(options: Mapping[str, Any]) -> Sequence[str]:
+    """Import Hermes in a zygote, and read what all its workers read alike; return the files that went into it.
+
+    Nothing is constructed: Hermes' agent has threads, of which a fork would get broken copies.
+    """
+    import_hermes(HermesOptions.of(options))
+    from model_tools import get_tool_definitions  # noqa: PLC0415
+
+    logging.disable(logging.WARNING)  # each tool that is not set up would be told of here, and again in each worker
+    get_tool_definitions(quiet_mode=True)
+    logging.disable(logging.NOTSET)
+    ssl.create_default_context()
+    return files_read()
+
+
 class HermesAgent:
     """One conversation in Hermes. Cheap to make; ``open`` imports Hermes and builds its agent."""
 
@@ -50,19 +67,27 @@ class HermesAgent:
 
     # --- the session ---
 
-    def open(self, request: Open) -> Opened:
-        """Begin or resume a session in Hermes."""
-        options = HermesOptions.of(request.options)
-        if options.cwd:
-            os.chdir(options.cwd)
-        config = import_hermes(options)
+    def prepare(self, options: Mapping[str, Any]) -> Sequence[str]:
+        """Build Hermes' agent for a session that is not known yet; return the files that went into it."""
+        checked = HermesOptions.of(options)
+        if checked.cwd:
+            os.chdir(checked.cwd)
+        config = import_hermes(checked)
         from hermes_state import SessionDB  # noqa: PLC0415
 
         self._database = SessionDB()
-        session_id, notice = self._find(request)
-        self._agent = build_agent(config, options, session_id, self._database, self._callbacks())
+        self._agent = build_agent(config, checked, None, self._database, self._callbacks())
         # Hermes would otherwise mark the session as ended when a worker goes; it only goes dormant.
         self._agent._end_session_on_close = False  # noqa: SLF001 - Hermes has no other switch
+        return files_read()
+
+    def open(self, request: Open) -> Opened:
+        """Begin or resume a session in Hermes."""
+        if self._agent is None:
+            self.prepare(request.options)
+        session_id, notice = self._find(request)
+        if session_id:
+            adopt_session(self._agent, session_id, self._database)
         self._history = History(self._database, self._agent.session_id)
         # A constant for the life of the worker: the tools' folder and shell are kept under this name.
         self._task_id = self._agent.session_id

@@ -159,6 +159,32 @@ def build_agent(
         ) from error
 
 
+def adopt_session(agent: Any, session_id: str, database: Any) -> None:
+    """Have an agent that was built for a new session go on with a stored one, as Hermes' own ``/resume`` does."""
+    from gateway.session_context import set_current_session_id  # noqa: PLC0415
+
+    agent.session_id = session_id
+    os.environ["HERMES_SESSION_ID"] = session_id
+    set_current_session_id(session_id)
+    agent.reset_session_state()
+    agent._invalidate_system_prompt()  # noqa: SLF001 - the stored prompt of the session is to be used
+    compressor = getattr(agent, "context_compressor", None)
+    if hasattr(compressor, "bind_session_state"):
+        compressor.bind_session_state(session_db=database, session_id=session_id)
+    memory = getattr(agent, "_memory_manager", None)
+    if memory is not None:
+        memory.on_session_switch(session_id, parent_session_id="", reset=False, reason="resume")
+
+
+def files_read() -> list[str]:
+    """Return the files whose change makes what was imported and configured stale: settings, keys, Hermes itself."""
+    import run_agent  # noqa: PLC0415
+    from hermes_cli.config import get_config_path  # noqa: PLC0415
+
+    config = get_config_path()
+    return [str(config), str(config.with_name(".env")), str(run_agent.__file__)]
+
+
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` with ``over`` laid over it, leaf by leaf."""
     result = dict(base)

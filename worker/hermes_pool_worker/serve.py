@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Literal
 
 import msgspec
@@ -43,8 +44,14 @@ BUILT_IN_AGENTS = {
 }
 
 
-def serve(wire_in: int, wire_out: int, agent_name: str, frame_bytes_max: int) -> int:
-    """Serve one conversation over the two descriptors until told to close; return the exit status."""
+def serve(
+    wire_in: int, wire_out: int, agent_name: str, frame_bytes_max: int, born_with: frozenset[str] | None = None
+) -> int:
+    """Serve one conversation over the two descriptors until told to close; return the exit status.
+
+    ``born_with`` are the modules that a forked worker had from the start; what it has to import beyond them it tells
+    after its first turn, so that the next zygote has those as well.
+    """
     # In its own session no terminal reaches the worker; a stray SIGINT must not cut a turn all the same. A function
     # and not SIG_IGN, which the agent's tools would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -52,8 +59,8 @@ def serve(wire_in: int, wire_out: int, agent_name: str, frame_bytes_max: int) ->
     versions = {"python": sys.version.split()[0], "msgspec": msgspec.__version__}
     sender.send(wire.Hello(wire.PROTOCOL, os.getpid(), agent_name, versions))
     try:
-        agent = load_agent(agent_name)
-        Worker(agent, sender, wire_in, frame_bytes_max).run()
+        _, factory = import_agent(agent_name)
+        Worker(factory(), sender, wire_in, frame_bytes_max, born_with).run()
     except MissingDependencyError as error:
         print(f"hermes-pool worker: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
@@ -63,8 +70,11 @@ def serve(wire_in: int, wire_out: int, agent_name: str, frame_bytes_max: int) ->
     return EXIT_OK
 
 
-def load_agent(name: str) -> Agent:
-    """Return a new agent: ``echo``, ``hermes``, or what the factory ``package.module:factory`` makes."""
+def import_agent(name: str) -> tuple[ModuleType, Callable[[], Agent]]:
+    """Return the module and the factory of ``echo``, ``hermes`` or ``package.module:factory``.
+
+    ``MissingDependencyError`` where there is none.
+    """
     module_name, _, factory_name = BUILT_IN_AGENTS.get(name, name).partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -75,7 +85,16 @@ def load_agent(name: str) -> Agent:
             f"the agent {name!r} cannot be imported: {error}. Check the setting 'agent'; the folder of its module "
             f"belongs into 'agent_paths', what it imports into the environment of {sys.executable}"
         ) from error
-    return factory()
+    return module, factory
+
+
+def imported_since(born_with: frozenset[str]) -> list[str]:
+    """Return the modules that were imported meanwhile, as far as an import statement finds them by their names."""
+    return sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if name not in born_with and getattr(getattr(module, "__spec__", None), "name", None) == name
+    )
 
 
 class FrameSender:
@@ -193,13 +212,21 @@ class Turn:
 class Worker:
     """One agent between the wire and the main thread. Whoever reads the wire holds ``_reading``."""
 
-    def __init__(self, agent: Agent, sender: FrameSender, wire_in: int, frame_bytes_max: int) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        sender: FrameSender,
+        wire_in: int,
+        frame_bytes_max: int,
+        born_with: frozenset[str] | None = None,
+    ) -> None:
         self._agent = agent
+        self._born_with = born_with
         self._sender = sender
         self._wire_in = wire_in
         self._wire_ended = False
         self._decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker, frame_bytes_max)
-        self._inbox: queue.SimpleQueue[wire.Open | Turn | wire.Close] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[wire.Open | wire.Prepare | Turn | wire.Close] = queue.SimpleQueue()
         self._turns: dict[tuple[str, int], Turn] = {}
         self._running: Turn | None = None
         # Held while an interrupt is under way, so that it can never reach the turn after the one that it is meant for.
@@ -242,7 +269,7 @@ class Worker:
                     asking.answer(message.question_id, message.text)
             case wire.Ping():
                 self._sender.send(wire.Pong(message.number))
-            case wire.Open() | wire.Close():
+            case wire.Open() | wire.Prepare() | wire.Close():
                 self._inbox.put(message)
 
     def _cancel(self, turn: Turn) -> None:
@@ -325,9 +352,16 @@ class Worker:
             traceback.print_exc()
         self._sender.send(wire.Closed())
 
-    def _work_on(self, work: wire.Open | Turn) -> None:
+    def _work_on(self, work: wire.Open | wire.Prepare | Turn) -> None:
         if isinstance(work, Turn):
             self._finish(work, self._run_turn(work))
+            if self._born_with is not None:
+                self._sender.send(wire.Imported(imported_since(self._born_with)))
+                self._born_with = None
+            return
+        if isinstance(work, wire.Prepare):
+            prepare = getattr(self._agent, "prepare", None)
+            self._sender.send(wire.Prepared(list(prepare(work.options)) if prepare is not None else []))
             return
         opened = self._agent.open(work)
         self._session_id, self._committed = opened.session_id, opened.committed

@@ -13,6 +13,10 @@ from typing import NoReturn
 
 def claim() -> tuple[int, int]:
     """Take the wire away from descriptors 0 and 1; return the private ones, for reading and for writing."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            # A print must not raise, whatever the locale; and a line must be there when the process dies.
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     wire_in, wire_out = os.dup(0), os.dup(1)  # close-on-exec, as all descriptors that Python makes
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -24,10 +28,6 @@ def claim() -> tuple[int, int]:
         # dup and dup2 leave a descriptor in text mode, which turns every 0x0A into two bytes.
         for descriptor in (wire_in, wire_out):
             msvcrt.setmode(descriptor, os.O_BINARY)
-    for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None:
-            # A print must not raise, whatever the locale; and a line must be there when the process dies.
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     sys.stdout = sys.stderr
     return wire_in, wire_out
 

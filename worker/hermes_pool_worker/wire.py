@@ -92,6 +92,13 @@ class Open(Message, frozen=True):
     data_dir: str | None = None
 
 
+class Prepare(Message, frozen=True):
+    """Get as ready as is possible without a conversation; ``Open`` follows when one needs a worker. Optional."""
+
+    options: dict[str, Any] = {}
+    data_dir: str | None = None
+
+
 class Ping(Message, frozen=True):
     """Answered by the reader thread with ``Pong``, also in the middle of a turn."""
 
@@ -112,6 +119,12 @@ class Hello(Message, frozen=True):
     pid: int
     agent: str
     versions: dict[str, str]
+
+
+class Prepared(Message, frozen=True):
+    """Everything is ready but the session. ``watched`` are the files whose change makes this worker stale."""
+
+    watched: list[str]
 
 
 class Opened(Message, frozen=True):
@@ -225,9 +238,64 @@ class Closed(Message, frozen=True):
     """The last frame of a worker that was asked to close."""
 
 
-ToWorker: TypeAlias = Open | Turn | Cancel | Answer | Ping | Close
+class Imported(Message, frozen=True):
+    """The modules that this worker had to import after it was forked, told once, when a first turn has ended."""
+
+    modules: list[str]
+
+
+# --- between the supervisor and a zygote, one message a datagram ------------------------------------------------------
+
+
+class Preload(Message, frozen=True):
+    """Import the agent, and these modules of which it is known that a first turn needs them."""
+
+    modules: list[str]
+    options: dict[str, Any] = {}
+
+
+class Fork(Message, frozen=True):
+    """Fork a worker. Its descriptors 0, 1 and 2 come with the message; ``environment`` is all that it gets."""
+
+    number: int
+    environment: dict[str, str]
+    cwd: str
+
+
+class Preloaded(Message, frozen=True):
+    """The zygote is ready. ``watched`` are the files whose change makes it stale."""
+
+    pid: int
+    modules: int
+    watched: list[str]
+
+
+class Forked(Message, frozen=True):
+    """A worker exists, and does nothing before this message was sent; its pidfd comes with it."""
+
+    number: int
+    pid: int
+
+
+class NotForked(Message, frozen=True):
+    """No worker was forked. ``retryable`` is false where this zygote will never fork again."""
+
+    number: int
+    reason: str
+    retryable: bool
+
+
+class Reaped(Message, frozen=True):
+    """The worker of that ``Fork`` has ended, with this status (negative: the signal)."""
+
+    number: int
+    returncode: int
+
+
+ToWorker: TypeAlias = Open | Prepare | Turn | Cancel | Answer | Ping | Close
 FromWorker: TypeAlias = (
     Hello
+    | Prepared
     | Opened
     | TextDelta
     | ReasoningDelta
@@ -240,7 +308,10 @@ FromWorker: TypeAlias = (
     | TurnFailed
     | Pong
     | Closed
+    | Imported
 )
+ToZygote: TypeAlias = Preload | Fork
+FromZygote: TypeAlias = Preloaded | Forked | NotForked | Reaped
 Event: TypeAlias = TextDelta | ReasoningDelta | ToolStarted | ToolFinished | Status | Question | SessionMoved
 """What a caller sees of a running turn."""
 
