@@ -67,9 +67,9 @@ class StderrTail:
         self._open = bytearray()
         self._on_line = on_line
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | memoryview) -> None:
         """Take bytes, of whatever encoding, cut anywhere."""
-        *whole, rest = data.split(b"\n")
+        *whole, rest = bytes(data).split(b"\n")
         for line in whole:
             self._finish(line)
         self._open += rest[: STDERR_LINE_CHARS - len(self._open)]
@@ -224,7 +224,7 @@ class WorkerLink:
 
     # --- what the process does (process.Listener) ---
 
-    def stdout_received(self, data: bytes) -> None:
+    def stdout_received(self, data: bytes | memoryview) -> None:
         """Take the next bytes of the wire."""
         for message in self._decoder.feed(data):
             if isinstance(message, wire.TurnMessage):
@@ -244,13 +244,15 @@ class WorkerLink:
         elif self._timer is None:
             self._after(DEAF_EXIT_S, lambda: self._condemn("closed its side of the wire"))
 
-    def stderr_received(self, data: bytes) -> None:
+    def stderr_received(self, data: bytes | memoryview) -> None:
         """Take the next bytes of its log."""
         self.stderr.feed(data)
 
     def exited(self, status: Exit) -> None:
         """Take note of its end; what it wrote before is still read, unless a tool holds the pipe open."""
         self._exit = status
+        if self.process is not None:
+            self.process.resume_reading()  # a consumer that lags must not keep the end from being seen
         if self._ended:
             self._die()
         else:

@@ -31,3 +31,8 @@ def _as_text(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str
     event.pop("level", None)
     name = event.pop("event")
     return " ".join([str(name), *(f"{key}={value!r}" for key, value in event.items())])
+
+
+def wants_details() -> bool:
+    """Whether anybody would see a debug line: what happens in each turn is not even put together otherwise."""
+    return structlog.is_configured() or _standard.isEnabledFor(logging.DEBUG)

@@ -29,6 +29,7 @@ from hermes_pool.errors import (
 )
 from hermes_pool.lifecycle import Event, State
 from hermes_pool.link import Death, Stopped, WorkerLink, kill_strays
+from hermes_pool.log import wants_details
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.start import LAUNCHES_MAX, Starter
@@ -596,8 +597,10 @@ class Session:
         """Make a transition and announce it; the facts go into the log."""
         before = self.state
         self.state = lifecycle.after(before, event)
-        level = "debug" if event in (Event.TURN_BEGUN, Event.TURN_ENDED) else "info"
-        getattr(self._log, level)(event.value, state=self.state.value, before=before.value, **facts)
+        if event is not Event.TURN_BEGUN and event is not Event.TURN_ENDED:
+            self._log.info(event.value, state=self.state.value, before=before.value, **facts)
+        elif wants_details():
+            self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
         self._around.changed(self)
 
     @property

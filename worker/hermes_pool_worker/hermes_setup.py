@@ -169,7 +169,7 @@ def adopt_session(agent: Any, session_id: str, database: Any) -> None:
     agent.reset_session_state()
     agent._invalidate_system_prompt()  # noqa: SLF001 - the stored prompt of the session is to be used
     compressor = getattr(agent, "context_compressor", None)
-    if hasattr(compressor, "bind_session_state"):
+    if compressor is not None and hasattr(compressor, "bind_session_state"):
         compressor.bind_session_state(session_db=database, session_id=session_id)
     memory = getattr(agent, "_memory_manager", None)
     if memory is not None:

@@ -28,7 +28,7 @@ EXIT_OK = 0
 EXIT_SOFTWARE = 70
 EXIT_UNUSABLE = 78
 
-READ_BYTES = 256 * 1024
+READ_BYTES = 1024 * 1024
 PROGRESS_SIGN_S = 1.0
 """How often a turn that nobody watches still shows that it gets on."""
 WATCH_AFTER_S = 0.01
@@ -225,6 +225,9 @@ class Worker:
         self._sender = sender
         self._wire_in = wire_in
         self._wire_ended = False
+        # Kept: to get and give back a buffer of this size for each frame costs more than a small frame itself.
+        self._buffer = bytearray(READ_BYTES)
+        self._view = memoryview(self._buffer)
         self._decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker, frame_bytes_max)
         self._inbox: queue.SimpleQueue[wire.Open | wire.Prepare | Turn | wire.Close] = queue.SimpleQueue()
         self._turns: dict[tuple[str, int], Turn] = {}
@@ -241,7 +244,7 @@ class Worker:
 
     def _read(self) -> None:
         """Wait for bytes and take what they hold; at the end of the wire, see to it that the process ends."""
-        data = os.read(self._wire_in, READ_BYTES)
+        data = self._next_bytes()
         for message in self._decoder.feed(data):
             self._take(message)
         if data and self._decoder.failed is None:
@@ -255,6 +258,11 @@ class Worker:
         last_resort = threading.Timer(ORPHANED_GRACE_S, stdio.leave, args=(EXIT_OK,))
         last_resort.daemon = True
         last_resort.start()
+
+    def _next_bytes(self) -> bytes | memoryview:
+        if not hasattr(os, "readv"):  # Windows
+            return os.read(self._wire_in, READ_BYTES)
+        return self._view[: os.readv(self._wire_in, [self._buffer])]
 
     def _take(self, message: wire.ToWorker) -> None:
         match message:

@@ -369,30 +369,38 @@ class FrameDecoder(Generic[T]):
         return bool(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[T]:
-        """Take the next bytes, wherever they were cut, and return the messages that are now complete."""
+        """Take the next bytes, wherever they were cut, and return the messages that are now complete.
+
+        ``data`` is not kept: its memory may be used again.
+        """
         messages: list[T] = []
         if self.failed is not None:
             return messages
         buffer = self._buffer
-        buffer += data
-        start, have = 0, len(buffer)
-        try:
-            while have - start >= HEADER_BYTES:
-                size = int.from_bytes(buffer[start : start + HEADER_BYTES], "big")
-                if size > self._limit:
-                    raise FrameTooLargeError(size, self._limit)
-                end = start + HEADER_BYTES + size
-                if end > have:
-                    break
-                with memoryview(buffer) as view, view[start + HEADER_BYTES : end] as body:
-                    messages.append(self._decode(body))
-                start = end
-        except FrameTooLargeError as error:
-            self.failed = error
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            self.failed = WireError(f"bytes that are no message of protocol {PROTOCOL}: {error}")
+        if buffer:
+            buffer += data
+            data = buffer
+        start, have = 0, len(data)
+        with memoryview(data) as view:
+            try:
+                while have - start >= HEADER_BYTES:
+                    body = start + HEADER_BYTES
+                    size = int.from_bytes(view[start:body], "big")
+                    if size > self._limit:
+                        raise FrameTooLargeError(size, self._limit)
+                    if body + size > have:
+                        break
+                    messages.append(self._decode(view[body : body + size]))
+                    start = body + size
+            except FrameTooLargeError as error:
+                self.failed = error
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                self.failed = WireError(f"bytes that are no message of protocol {PROTOCOL}: {error}")
+            if not buffer and start < have and self.failed is None:
+                buffer += view[start:]
+                start = 0
         if self.failed is not None:
             buffer.clear()
-        elif start:
+        elif start and buffer:
             del buffer[:start]
         return messages
