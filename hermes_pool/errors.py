@@ -43,7 +43,11 @@ class InvalidKeyError(HermesPoolError, ValueError):
     """A conversation or user id that cannot be one."""
 
 
-class MessageTooLargeError(HermesPoolError, ValueError):
+class InvalidMessageError(HermesPoolError, ValueError):
+    """The message is no text; it was not sent and the conversation is as before."""
+
+
+class MessageTooLargeError(InvalidMessageError):
     """The message is over ``frame_bytes_max``; it was not sent and the conversation is as before."""
 
 

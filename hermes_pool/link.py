@@ -46,7 +46,11 @@ class Death:
 
     def __str__(self) -> str:
         """Say it in words."""
-        return f"{self.cause} and {self.exit}" if self.cause else str(self.exit)
+        if self.cause:
+            return f"{self.cause} and {self.exit}"
+        if self.exit.returncode == -signal.SIGKILL and not self.wanted:
+            return f"{self.exit}, possibly because the machine is out of memory"
+        return str(self.exit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,9 @@ class StderrTail:
 
 class LinkListener(Protocol):
     """Whose worker it is: a session, or the pool's spares."""
+
+    def link_begun(self, link: "WorkerLink") -> None:
+        """Take note that this worker, which is not ready yet, is started for it."""
 
     def link_heard(self, message: Any) -> None:
         """Take a frame that belongs to a turn."""
@@ -214,8 +221,18 @@ class WorkerLink:
     # --- speaking ---
 
     def send(self, message: wire.Message) -> None:
-        """Send a message; ``wire.FrameTooLargeError`` when it is over the limit."""
-        self.send_frame(wire.encode(message, self._frame_bytes_max))
+        """Send a message of ours; ``wire.FrameTooLargeError`` when it is over what the worker takes."""
+        self.send_frame(wire.encode(message, wire.worker_takes(self._frame_bytes_max)))
+
+    def pause_reading(self) -> None:
+        """Slow the worker down: nobody consumes what it sends. Not once it has ended, or its end would go unseen."""
+        if self.process is not None and self._exit is None:
+            self.process.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        if self.process is not None:
+            self.process.resume_reading()
 
     def send_frame(self, frame: bytes | bytearray) -> None:
         """Send what ``wire.encode`` has made."""
@@ -251,8 +268,7 @@ class WorkerLink:
     def exited(self, status: Exit) -> None:
         """Take note of its end; what it wrote before is still read, unless a tool holds the pipe open."""
         self._exit = status
-        if self.process is not None:
-            self.process.resume_reading()  # a consumer that lags must not keep the end from being seen
+        self.resume_reading()
         if self._ended:
             self._die()
         else:

@@ -51,8 +51,7 @@ class Exit:
             name = signal.Signals(-self.returncode).name
         except ValueError:
             name = "an unnamed signal"
-        hint = ", possibly because the machine is out of memory" if name == "SIGKILL" else ""
-        return f"was killed by {name} (signal {-self.returncode}){hint}"
+        return f"was killed by {name} (signal {-self.returncode})"
 
 
 class Listener(Protocol):

@@ -17,6 +17,7 @@ from hermes_pool.errors import (
     AgentFailedError,
     ConversationBusyError,
     HermesPoolError,
+    InvalidMessageError,
     MessageTooLargeError,
     PoolClosedError,
     StateNotWritableError,
@@ -84,6 +85,7 @@ class Session:
         self._lock = asyncio.Lock()
         self._saving = asyncio.Lock()
         self._link: WorkerLink | None = None
+        self._begun: WorkerLink | None = None
         self._starting: asyncio.Task[wire.Opened] | None = None
         self._turn: Turn | None = None
         self._idle_since = self._loop.time()
@@ -95,6 +97,8 @@ class Session:
 
     def new_turn(self, text: str, *, streams: bool = True) -> Turn:
         """Return a turn that is not begun yet."""
+        if not isinstance(text, str):
+            raise InvalidMessageError(f"a message is text, not {type(text).__name__}", conversation_id=self._id)
         return Turn(
             self,
             self._around.new_turn_id(),
@@ -136,7 +140,8 @@ class Session:
     def snapshot(self) -> SessionSnapshot:
         """Return what is known here; what the operating system knows is added by the manager."""
         now = self._loop.time()
-        process = self._link.process if self._link is not None else None
+        link = self._link or self._begun
+        process = link.process if link is not None else None
         return SessionSnapshot(
             conversation_id=self.key.conversation_id,
             user_id=self.key.user_id,
@@ -146,7 +151,7 @@ class Session:
             pid=process.pid if process is not None else None,
             create_time=process.create_time if process is not None else None,
             incarnation=self.incarnation,
-            uptime_s=now - self._link.started_at if process is not None and self._link is not None else None,
+            uptime_s=now - link.started_at if link is not None and process is not None else None,
             idle_s=self.idle_s(),
             turn_s=now - self._turn.began_at if self._turn is not None else None,
             turns=self.turns,
@@ -262,9 +267,9 @@ class Session:
 
     def drained(self, turn: Turn) -> None:
         """Read on: the events that had piled up are consumed."""
-        if turn is self._turn and self._link is not None and self._link.process is not None:
+        if turn is self._turn and self._link is not None:
             turn.heard_at = self._loop.time()
-            self._link.process.resume_reading()
+            self._link.resume_reading()
 
     # --- waiting in line ---
 
@@ -348,7 +353,7 @@ class Session:
                 raise
             return self._took_over(link)
         finally:
-            self._starting = None
+            self._starting = self._begun = None
 
     async def _recall(self) -> None:
         """Read what is stored, unless what we know is newer."""
@@ -373,7 +378,6 @@ class Session:
         opened = link.opened
         assert opened is not None  # noqa: S101 - for the type checker: a link that was started has opened
         self._link = link
-        self.incarnation += 1
         if self._to_replace is not None:
             self.restart_count += 1
             self._to_replace = None
@@ -405,6 +409,11 @@ class Session:
         self._link.send_frame(frame)
         self._clocks.watch(turn)
 
+    def link_begun(self, link: WorkerLink) -> None:
+        """Take note of the worker that is being started."""
+        self.incarnation += 1
+        self._begun = link
+
     def link_heard(self, message: Any) -> None:
         """Take a frame of a turn; one that is not of this attempt of this turn has no addressee any more."""
         turn = self._turn
@@ -434,8 +443,8 @@ class Session:
                 self.session_id = message.session_id
                 self._save_soon()
         turn.push(message)
-        if turn.lags and self._link is not None and self._link.process is not None:
-            self._link.process.pause_reading()
+        if turn.lags and self._link is not None:
+            self._link.pause_reading()
 
     def _done(self, turn: Turn, message: wire.TurnDone) -> Reply | HermesPoolError:
         if message.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
@@ -472,8 +481,8 @@ class Session:
             self._log.info("turn_failed", turn_id=turn.turn_id, error=type(outcome).__name__)
         if self.state in (State.BUSY, State.STOPPING):
             self._became(Event.TURN_ENDED)
-        if turn.lags and self._link is not None and self._link.process is not None:
-            self._link.process.resume_reading()
+        if turn.lags and self._link is not None:
+            self._link.resume_reading()
         turn.settle(outcome)
         self._save_soon()
         self._lock.release()
@@ -545,7 +554,14 @@ class Session:
         try:
             opened = await self._started(wire.Turn(turn.turn_id, turn.attempt, turn.text))
         except HermesPoolError as error:
-            self._settle(turn, turn.ending if isinstance(turn.ending, HermesPoolError) else error)
+            if turn.ending is not None:
+                self._settle(turn, self._ended_early(turn))
+            elif turn.tools_started:  # what may have happened matters more than that nobody could take over
+                interrupted = self._crashed(turn, death)
+                interrupted.__cause__ = error
+                self._settle(turn, interrupted)
+            else:
+                self._settle(turn, error)
             return
         except BaseException as error:
             self._settle(turn, self._crashed(turn, death))

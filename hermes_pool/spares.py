@@ -117,6 +117,9 @@ class Spares:
 
     # --- link.LinkListener ---
 
+    def link_begun(self, link: WorkerLink) -> None:
+        """It counts when it is ready."""
+
     def link_heard(self, message: Any) -> None:
         """Drop it: a spare has no turns."""
 

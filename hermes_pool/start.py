@@ -42,7 +42,13 @@ class Starter:
             return PortableLauncher()
         if settings.launcher == "spawn":
             return SpawnLauncher()
-        return ZygoteLauncher(self._command(), settings.agent_options, settings.state_dir / "preload", log)
+        return ZygoteLauncher(
+            self._command(),
+            settings.agent_options,
+            settings.state_dir / "preload",
+            settings.start_timeout_s / 2,  # so that the same start may still go the other way
+            log,
+        )
 
     def warm_up(self) -> None:
         """Begin with what makes the first starts quick."""
@@ -76,6 +82,7 @@ class Starter:
         deadline = loop.time() + self._settings.start_timeout_s
         if (spare := self.spares.take()) is not None:
             spare.listener = listener
+            listener.link_begun(spare)
             try:
                 await spare.open(request, deadline)
             except WorkerStartError as error:
@@ -105,13 +112,15 @@ class Starter:
         return link, prepared.watched
 
     def _new_link(self, listener: LinkListener) -> WorkerLink:
-        return WorkerLink(
+        link = WorkerLink(
             next(self._markers),
             listener,
             frame_bytes_max=self._settings.frame_bytes_max,
             stderr_lines_max=self._settings.stderr_lines_max,
             on_imported=self._learn,
         )
+        listener.link_begun(link)
+        return link
 
     def request(self, conversation_id: str, **session: Any) -> wire.Open:
         """Return the request that opens a session of this pool's agent."""

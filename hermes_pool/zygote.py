@@ -39,11 +39,14 @@ STDERR_BYTES_KEPT = 4096
 class ZygoteLauncher:
     """Forks workers where possible and spawns them where not. One zygote at a time serves; a successor may warm up."""
 
-    def __init__(self, command: Command, options: Mapping[str, Any], learnt_in: Path, log: Any) -> None:
+    def __init__(
+        self, command: Command, options: Mapping[str, Any], learnt_in: Path, ready_timeout_s: float, log: Any
+    ) -> None:
         """Prepare. ``command`` is that of a plain worker; the zygote shares its interpreter, agent and environment."""
         interpreter, flag, program, *arguments = command.argv
         self._command = Command((interpreter, flag, program, "--zygote", *arguments), command.env, command.cwd)
         self._options = dict(options)
+        self._ready_timeout_s = ready_timeout_s
         key = hashlib.blake2b("\0".join(command.argv).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
         self._learnt_file = learnt_in / f"preload-{key}.json"
         self._learnt: set[str] = set()
@@ -116,7 +119,11 @@ class ZygoteLauncher:
         self._recall()
         zygote = Zygote(self._log)
         try:
-            await zygote.start(self._command, wire.Preload(sorted(self._learnt), self._options))
+            async with asyncio.timeout(self._ready_timeout_s):
+                await zygote.start(self._command, wire.Preload(sorted(self._learnt), self._options))
+        except TimeoutError:
+            await zygote.close()
+            raise NotForkedError(f"it was not ready within {self._ready_timeout_s:g} s") from None
         except BaseException:
             await zygote.close()
             raise

@@ -89,7 +89,9 @@ async def open_pool(tmp_path: Path, nothing_left: None) -> AsyncIterator[OpenPoo
     pools: list[HermesSessionManager] = []
 
     async def open_one(*, store: Any = None, **settings: Any) -> HermesSessionManager:
-        values = {"state_dir": tmp_path / "state", **QUICK, **settings}
+        # A program of a test's own in the interpreter's place is no zygote.
+        launcher = {"launcher": "spawn"} if "worker_python" in settings else {}
+        values = {"state_dir": tmp_path / "state", **QUICK, **launcher, **settings}
         pool = HermesSessionManager(PoolSettings(**values), store=store)
         pools.append(await pool.__aenter__())
         return pool

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -97,6 +97,19 @@ def imported_since(born_with: frozenset[str]) -> list[str]:
     )
 
 
+def _checked(outcome: Any) -> Outcome:
+    """Return what an agent returned, if it is one; a wrong type would otherwise only be seen on the other side."""
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"the agent's turn returned {type(outcome).__name__} and not an Outcome")
+    return msgspec.convert(msgspec.to_builtins(outcome), Outcome)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"an agent sends text, not {type(value).__name__}")
+    return value
+
+
 class FrameSender:
     """Writes whole frames from any thread."""
 
@@ -134,31 +147,35 @@ class Turn:
     def text(self, delta: str) -> None:
         """Send a piece of the reply."""
         if delta and (self.request.streams or self._sign_is_due()):
-            self._send(wire.TextDelta(self.turn_id, self.attempt, delta))
+            self._send(wire.TextDelta(self.turn_id, self.attempt, _text(delta)))
 
     def reasoning(self, delta: str) -> None:
         """Send a piece of the reasoning."""
         if delta and (self.request.streams or self._sign_is_due()):
-            self._send(wire.ReasoningDelta(self.turn_id, self.attempt, delta))
+            self._send(wire.ReasoningDelta(self.turn_id, self.attempt, _text(delta)))
 
     def tool_started(self, call_id: str, name: str, arguments: str = "") -> None:
         """Say that a tool is about to act."""
-        self._send(wire.ToolStarted(self.turn_id, self.attempt, call_id, name, arguments))
+        self._send(wire.ToolStarted(self.turn_id, self.attempt, _text(call_id), _text(name), _text(arguments)))
 
     def tool_finished(
         self, call_id: str, name: str, *, ok: bool = True, result: str = "", duration_s: float = 0.0
     ) -> None:
         """Say that a tool has ended."""
-        self._send(wire.ToolFinished(self.turn_id, self.attempt, call_id, name, ok, result, duration_s))
+        self._send(
+            wire.ToolFinished(
+                self.turn_id, self.attempt, _text(call_id), _text(name), bool(ok), _text(result), float(duration_s)
+            )
+        )
 
     def status(self, text: str) -> None:
         """Send a remark for people."""
-        self._send(wire.Status(self.turn_id, self.attempt, text))
+        self._send(wire.Status(self.turn_id, self.attempt, _text(text)))
 
     def session_moved(self, session_id: str) -> None:
         """Say that the session goes on under another id."""
         self.session_id = session_id
-        self._send(wire.SessionMoved(self.turn_id, self.attempt, session_id))
+        self._send(wire.SessionMoved(self.turn_id, self.attempt, _text(session_id)))
 
     def ask(
         self, kind: Literal["approval", "clarify"], text: str, choices: Sequence[str] = (), timeout_s: float = 60.0
@@ -228,7 +245,9 @@ class Worker:
         # Kept: to get and give back a buffer of this size for each frame costs more than a small frame itself.
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
-        self._decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker, frame_bytes_max)
+        self._decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(
+            wire.ToWorker, wire.worker_takes(frame_bytes_max)
+        )
         self._inbox: queue.SimpleQueue[wire.Open | wire.Prepare | Turn | wire.Close] = queue.SimpleQueue()
         self._turns: dict[tuple[str, int], Turn] = {}
         self._running: Turn | None = None
@@ -381,7 +400,7 @@ class Worker:
                 return self._done(turn, Outcome("", "interrupted"))
             self._running = turn
         try:
-            outcome = self._agent.turn(turn.request.text, turn)
+            outcome = _checked(self._agent.turn(turn.request.text, turn))
         except AgentError as error:
             return self._failed(turn, error.reason, str(error))
         except Exception as error:  # noqa: BLE001 - a bug of an agent fails its turn, not its worker

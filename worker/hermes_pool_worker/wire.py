@@ -316,6 +316,14 @@ Event: TypeAlias = TextDelta | ReasoningDelta | ToolStarted | ToolFinished | Sta
 """What a caller sees of a running turn."""
 
 
+def worker_takes(frame_bytes_max: int) -> int:
+    """Return the limit of a frame to a worker, in bytes.
+
+    Twice the limit of a message: ``Open`` may carry one, and the agent's options beside it.
+    """
+    return min(2 * frame_bytes_max, 2**32 - 1)
+
+
 # --- the codec -------------------------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder()
