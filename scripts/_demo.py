@@ -7,6 +7,7 @@ All files are in a temporary folder. ``scripts/demo`` starts this in the right e
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sqlite3
 import statistics
@@ -165,11 +166,13 @@ class Demo:
             return False
 
     def workers(self) -> set[int]:
-        """Return the workers among our own descendants."""
+        """Return the workers among our own descendants; the process that they are forked from is none."""
         found = set()
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if any("hermes_pool_worker" in argument for argument in process.cmdline()):
+                command = process.cmdline()
+                is_zygote = "--zygote" in command and process.ppid() == os.getpid()
+                if not is_zygote and any("hermes_pool_worker" in argument for argument in command):
                     found.add(process.pid)
         return found
 

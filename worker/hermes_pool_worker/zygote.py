@@ -41,6 +41,7 @@ def run(wire_in: int, wire_out: int, agent_name: str) -> tuple[int, int, frozens
     The process ends with the supervisor, and with status 78 when the agent cannot be imported.
     """
     os.close(wire_out)  # the socket has both directions
+    _call_it("hermes-zygote")
     control = socket.socket(fileno=wire_in)
     before = dict(os.environ)
     request, _ = _receive(control)
@@ -130,6 +131,7 @@ def _fork(control: socket.socket, request: Fork, descriptors: list[int], numbers
 def _become(request: Fork, descriptors: list[int], changed: dict[str, str | None]) -> tuple[int, int]:
     """Turn this fork into a worker like any other: session, descriptors, environment, folder."""
     os.setsid()
+    _call_it("hermes-worker")
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
@@ -149,6 +151,12 @@ def _become(request: Fork, descriptors: list[int], changed: dict[str, str | None
             serve.EXIT_UNUSABLE, f"hermes-pool worker: the working folder {request.cwd} cannot be used: {error}"
         )
     return stdio.claim()
+
+
+def _call_it(name: str) -> None:
+    """Give this process a name of its own for ``top`` and ``ps -o comm``: the arguments are the zygote's in all."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:  # noqa: PTH123 - no pathlib here
+        file.write(name)
 
 
 def _reap(control: socket.socket, numbers: dict[int, int]) -> None:

@@ -1,0 +1,11 @@
+import threading
+
+from hermes_pool_worker.echo import EchoAgent
+
+
+class Agent(EchoAgent):
+    def turn(self, text, turn):
+        if text == "do not listen":
+            turn.status("deaf")
+            threading.Event().wait()
+        return super().turn(text, turn)

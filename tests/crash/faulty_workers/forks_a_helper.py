@@ -1,0 +1,16 @@
+import os
+import signal
+
+from hermes_pool_worker.agent import Outcome
+from hermes_pool_worker.echo import EchoAgent
+
+
+class Agent(EchoAgent):
+    def turn(self, text, turn):
+        if text == "fork":
+            helper = os.fork()
+            if helper == 0:
+                while True:
+                    signal.pause()
+            return Outcome(str(helper))
+        return super().turn(text, turn)

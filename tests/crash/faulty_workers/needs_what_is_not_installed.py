@@ -1,0 +1,3 @@
+import a_package_that_nobody_has
+
+Agent = a_package_that_nobody_has.Agent

@@ -1,0 +1,13 @@
+import os
+import threading
+from pathlib import Path
+
+from hermes_pool_worker.echo import EchoAgent
+
+
+class Agent(EchoAgent):
+    def open(self, request):
+        with Path("starts").open("a") as starts:
+            print(os.getpid(), file=starts)
+        threading.Event().wait(request.options.get("seconds"))
+        return super().open(request)
