@@ -33,5 +33,7 @@ def worker_environment(settings: PoolSettings, host: Mapping[str, str]) -> dict[
         environment["HERMES_HOME"] = str(home)
     # What a worker prints must reach the log when it is printed, not when it dies.
     environment["PYTHONUNBUFFERED"] = "1"
+    # Paths and texts are UTF-8 in a worker, whatever the host's locale.
+    environment["PYTHONUTF8"] = "1"
     environment.update(settings.worker_env)
     return environment

@@ -289,3 +289,9 @@ def _ended(process: psutil.Process, pidfd: int | None, deadline: float) -> bool:
             break
         time.sleep(0.01)
     return not alive
+
+
+def memory_available() -> float:
+    """Return the share of the machine's memory that can be had without swapping, from 0 to 1."""
+    memory = psutil.virtual_memory()
+    return float(memory.available / memory.total)

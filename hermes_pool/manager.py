@@ -208,7 +208,7 @@ class HermesSessionManager:
                 (idle_s, session) for session in self._sessions.values() if (idle_s := session.idle_s()) is not None
             ]
             for _, session in sorted(idle, key=lambda pair: pair[0], reverse=True):
-                if await session.hibernate(0.0):
+                if await session.hibernate(0.0, room_is_needed=True):
                     break
             else:
                 await self._wait_for_room(asking, deadline)

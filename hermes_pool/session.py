@@ -84,6 +84,7 @@ class Session:
         self._log = around.log.bind(conversation_id=key.conversation_id)
         self._lock = asyncio.Lock()
         self._saving = asyncio.Lock()
+        self._save_error: StoreError | None = None
         self._link: WorkerLink | None = None
         self._begun: WorkerLink | None = None
         self._starting: asyncio.Task[wire.Opened] | None = None
@@ -162,11 +163,12 @@ class Session:
             host=self._around.host,
         )
 
-    async def hibernate(self, idle_at_least_s: float) -> bool:
+    async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False) -> bool:
         """Let the worker go if it has been idle that long: metadata first, then the kill. Say whether it went.
 
         It is a claim and no check: the lock is held throughout, the idleness is looked at again under it, and a message
-        that comes in the meantime either prevents it or waits and starts afresh.
+        that comes in the meantime either prevents it or waits and starts afresh. Where ``room_is_needed``, a session
+        that can never be stored goes as well: what it knows stays in memory.
         """
         if self._lock.locked():
             return False
@@ -174,7 +176,9 @@ class Session:
         try:
             if self.state is not State.IDLE or self._loop.time() - self._idle_since < idle_at_least_s:
                 return False
-            if not await self.save("dormant"):
+            if not await self.save("dormant") and not (
+                room_is_needed and isinstance(self._save_error, StateNotWritableError)
+            ):
                 return False  # never killed before it is saved; the next sweep tries again
             if self.waiting or self.state is not State.IDLE:  # somebody came while it was saved
                 self._save_soon()
@@ -221,8 +225,11 @@ class Session:
             except StoreError as error:
                 self.unsaved = True
                 self.last_error = str(error)
-                self._log.warning("save_failed", error=str(error))
+                if str(error) != str(self._save_error):  # told once, though it is tried again and again
+                    self._log.warning("save_failed", error=str(error))
+                self._save_error = error
                 return False
+            self._save_error = None
             self.saved_session_id = record.session_id
             return True
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-import psutil
-
+from hermes_pool import health
 from hermes_pool.errors import HermesPoolError
 from hermes_pool.link import Death, LinkListener, WorkerLink
 from hermes_pool.snapshot import SessionSnapshot
@@ -98,7 +97,7 @@ class Spares:
     async def _fill(self) -> None:
         try:
             while len(self._ready) < self._wanted:
-                if not await asyncio.to_thread(_memory_suffices):
+                if await asyncio.to_thread(health.memory_available) < MEMORY_FREE_LEAST:
                     self._log.info("spares_paused", reason="memory is short")
                     self._retry_at = monotonic() + RETRY_AFTER_S
                     return
@@ -118,7 +117,7 @@ class Spares:
     # --- link.LinkListener ---
 
     def link_begun(self, link: WorkerLink) -> None:
-        """It counts when it is ready."""
+        """Do nothing: it counts when it is ready."""
 
     def link_heard(self, message: Any) -> None:
         """Drop it: a spare has no turns."""
@@ -133,8 +132,3 @@ class Spares:
         if not death.wanted:
             self._log.warning("spare_died", exit=str(death))
             self._retry_at = max(self._retry_at, monotonic() + 1.0)  # not in a circle
-
-
-def _memory_suffices() -> bool:
-    memory = psutil.virtual_memory()
-    return bool(memory.available >= MEMORY_FREE_LEAST * memory.total)

@@ -12,6 +12,7 @@ turn what it still had to import; that is kept in a file and given to the next z
 import array
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -26,6 +27,8 @@ from hermes_pool.process import ChildPipes, Command, Exit, Listener, PidfdProces
 from hermes_pool.stamps import Stamps, stamps_of
 from hermes_pool_worker import wire
 
+LEAVE_S = 3.0
+"""How long a zygote may take to leave by itself."""
 STATUS_S = 0.5
 """How long the report of a worker's exit status may take after the pidfd has told of the exit."""
 RETRY_AFTER_S = 30.0
@@ -65,6 +68,8 @@ class ZygoteLauncher:
 
     async def launch(self, command: Command, listener: Listener) -> WorkerProcess:
         """Fork a worker; spawn it where that fails."""
+        if not command.cwd.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(command.cwd))
         try:
             zygote = await self._ready()
             return await zygote.fork(command, listener)
@@ -223,7 +228,12 @@ class Zygote:
         """End it, and wait until the process is gone."""
         self._end("the pool is closing")
         self._theirs.close()
-        if self._popen is not None and self._pidfd is not None:
+        if self._popen is None or self._pidfd is None:
+            return
+        try:
+            async with asyncio.timeout(LEAVE_S):  # it ends first what workers' tools may have left
+                await self._reaped.wait()
+        except TimeoutError:
             self._popen.kill()
             await self._reaped.wait()
 

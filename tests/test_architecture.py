@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPERVISOR = ROOT / "hermes_pool"
 WORKER = ROOT / "worker" / "hermes_pool_worker"
 
-PURE = {"errors", "settings", "lifecycle", "snapshot", "environment"}
+PURE = {"errors", "settings", "lifecycle", "snapshot", "environment", "stamps"}
 EDGES = {"process", "health", "json_sql", "store", "control", "log"}
 
 MAY_IMPORT = {
@@ -34,9 +34,12 @@ MAY_IMPORT = {
     "link": PURE | {"process", "health"},
     "turn": PURE,
     "clocks": PURE | {"turn"},
-    "start": PURE | {"link", "process", "health"},
+    # A launcher like those in process, and what is started with launchers.
+    "zygote": PURE | {"process"},
+    "spares": PURE | {"link", "health"},
+    "start": PURE | {"link", "process", "health", "zygote", "spares"},
     # One conversation, all conversations, the outside.
-    "session": PURE | {"store", "link", "turn", "clocks", "start"},
+    "session": PURE | {"store", "log", "link", "turn", "clocks", "start"},
     "manager": PURE | EDGES | {"link", "turn", "start", "session"},
     "cli": PURE | EDGES | {"turn", "manager", "scripted_model"},
     "__main__": {"cli"},
@@ -52,6 +55,7 @@ THIRD_PARTY = {
     "json_sql": {"sqlalchemy"},
     "store": {"sqlalchemy", "sqlmodel"},
     "control": {"msgspec"},
+    "zygote": {"msgspec"},
     "log": {"structlog"},
     "cli": {"typer", "rich"},
 }

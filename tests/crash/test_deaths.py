@@ -17,7 +17,7 @@ from hermes_pool_worker import wire
 
 Faulty = Callable[..., dict[str, Any]]
 
-LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
+LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 MIB = 1024 * 1024
 
 

@@ -16,7 +16,7 @@ from hermes_pool_worker import wire
 
 Faulty = Callable[..., dict[str, Any]]
 
-LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
+LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 
 
 async def _is(pool: Any, conversation_id: str, state: str) -> bool:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from conftest import OpenPool, until
 
-from hermes_pool import HermesSessionManager, WorkerCrashedError, spares
+from hermes_pool import HermesSessionManager, WorkerCrashedError, health
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 
@@ -200,11 +200,11 @@ async def test_a_spare_that_dies_is_replaced_and_a_stale_one_is_not_used(open_po
 async def test_no_spares_while_memory_is_short(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def short() -> bool:
+    def short() -> float:
         asked.append(True)
-        return False
+        return 0.05
 
-    monkeypatch.setattr(spares, "_memory_suffices", short)
+    monkeypatch.setattr(health, "memory_available", short)
     pool = await open_pool(**observer(), spares=2)
     await until(lambda: asked, "the question")
     assert await ask(pool, "a", "x") == "x"

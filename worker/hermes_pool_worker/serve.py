@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -95,6 +95,16 @@ def imported_since(born_with: frozenset[str]) -> list[str]:
         for name, module in list(sys.modules.items())
         if name not in born_with and getattr(getattr(module, "__spec__", None), "name", None) == name
     )
+
+
+def leave_orphaned() -> NoReturn:
+    """End a process whose supervisor is gone, and with it all that its agent's tools have left running."""
+    marker = os.environ.get("HERMES_POOL_WORKER")
+    if marker and sys.platform == "linux":
+        from hermes_pool_worker import kin  # noqa: PLC0415 - seldom needed
+
+        kin.end_marked(marker)
+    stdio.leave(EXIT_OK)
 
 
 def _checked(outcome: Any) -> Outcome:
@@ -248,7 +258,7 @@ class Worker:
         self._decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(
             wire.ToWorker, wire.worker_takes(frame_bytes_max)
         )
-        self._inbox: queue.SimpleQueue[wire.Open | wire.Prepare | Turn | wire.Close] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[wire.Open | wire.Prepare | Turn | wire.Close | None] = queue.SimpleQueue()
         self._turns: dict[tuple[str, int], Turn] = {}
         self._running: Turn | None = None
         # Held while an interrupt is under way, so that it can never reach the turn after the one that it is meant for.
@@ -271,10 +281,10 @@ class Worker:
         self._wire_ended = True
         if self._decoder.failed is not None:
             print(f"hermes-pool worker: the supervisor sent {self._decoder.failed}", file=sys.stderr)
-        self._inbox.put(wire.Close())
+        self._inbox.put(None)
         for turn in list(self._turns.values()):
             self._cancel(turn)
-        last_resort = threading.Timer(ORPHANED_GRACE_S, stdio.leave, args=(EXIT_OK,))
+        last_resort = threading.Timer(ORPHANED_GRACE_S, leave_orphaned)
         last_resort.daemon = True
         last_resort.start()
 
@@ -351,7 +361,7 @@ class Worker:
     # --- the main thread ---
 
     def run(self) -> None:
-        """Work through what comes, until a ``Close``."""
+        """Work through what comes, until a ``Close`` or the end of the wire."""
         shares = hasattr(select, "poll")
         if shares:
             self._reading.acquire()
@@ -362,7 +372,12 @@ class Worker:
                 self._read()
             match self._inbox.get():
                 case wire.Close():
-                    break
+                    self._put_away()
+                    self._sender.send(wire.Closed())
+                    return
+                case None:
+                    self._put_away()
+                    leave_orphaned()
                 case work if shares:
                     self._reading.release()
                     if not self._watch_wakes.is_set():
@@ -373,11 +388,12 @@ class Worker:
                         self._reading.acquire()
                 case work:
                     self._work_on(work)
+
+    def _put_away(self) -> None:
         try:
             self._agent.close()
         except Exception:  # noqa: BLE001 - it leaves in any case
             traceback.print_exc()
-        self._sender.send(wire.Closed())
 
     def _work_on(self, work: wire.Open | wire.Prepare | Turn) -> None:
         if isinstance(work, Turn):

@@ -1,8 +1,9 @@
 """Forks workers from one process that has imported everything, and constructed nothing.
 
 It has one thread, looks for that before each fork, and does three things: it forks when it is told to, reaps its
-children and says how they ended, and leaves when the supervisor is gone. A fork takes the descriptors that came with
-the request as its 0, 1 and 2 and goes on as any worker does: the rest of the worker cannot tell.
+children and says how they ended, and leaves when the supervisor is gone, with all that is below it: it is the guardian
+of what its workers' tools have started, and adopts whatever loses its parent. A fork takes the descriptors that came
+with the request as its 0, 1 and 2 and goes on as any worker does: the rest of the worker cannot tell.
 
 Only imports are shared: a constructed agent has threads, locks and open files, of which a fork gets broken copies.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from hermes_pool_worker import serve, stdio
+from hermes_pool_worker import kin, serve, stdio
 from hermes_pool_worker.agent import MissingDependencyError
 from hermes_pool_worker.wire import Fork, Forked, FromZygote, NotForked, Preload, Preloaded, Reaped, ToZygote
 
@@ -42,6 +43,7 @@ def run(wire_in: int, wire_out: int, agent_name: str) -> tuple[int, int, frozens
     """
     os.close(wire_out)  # the socket has both directions
     _call_it("hermes-zygote")
+    kin.adopt_orphans()
     control = socket.socket(fileno=wire_in)
     before = dict(os.environ)
     request, _ = _receive(control)
@@ -160,13 +162,15 @@ def _call_it(name: str) -> None:
 
 
 def _reap(control: socket.socket, numbers: dict[int, int]) -> None:
+    """Tell how workers have ended, end what they have left in their sessions, and only then give up their pids."""
     with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            pid = ended.si_pid
             if pid in numbers:
-                _send(control, Reaped(numbers.pop(pid), os.waitstatus_to_exitcode(status)))
+                returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                _send(control, Reaped(numbers.pop(pid), returncode))
+                kin.end_session(pid)
+            os.waitpid(pid, 0)
 
 
 def _receive(control: socket.socket) -> tuple[Any, list[int]]:
@@ -182,6 +186,7 @@ def _receive(control: socket.socket) -> tuple[Any, list[int]]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
     if not data:
+        kin.end_descendants()
         stdio.leave(serve.EXIT_OK)
     try:
         return _decode(data), list(descriptors)
