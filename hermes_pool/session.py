@@ -546,49 +546,50 @@ class Session:
             self._around.in_background(self._recover(turn, death))
 
     async def _recover(self, turn: Turn, death: Death) -> None:
-        """Replace the worker that died in this turn, and give the turn its reply or a clean error."""
+        """Give the turn in which a worker died its reply, or a clean error."""
         turn.deaths += 1
         turn.tools_open.clear()
         turn.questions_open.clear()
         self._log.warning("worker_died_in_turn", turn_id=turn.turn_id, deaths=turn.deaths, exit=str(death))
+        try:
+            outcome = await self._replace_worker(turn, death)
+        except BaseException:  # a bug of ours, or the loop is ending: nobody shall wait for this turn for ever
+            self._settle(turn, self._crashed(turn, death))
+            raise
+        if outcome is not None:
+            self._settle(turn, outcome)
+
+    async def _replace_worker(self, turn: Turn, death: Death) -> Reply | HermesPoolError | None:
+        """Start another worker in place of the dead one; return how the turn ends, or ``None``: it runs again."""
         if turn.ending is not None:
-            self._settle(turn, self._ended_early(turn))
-            return
+            return self._ended_early(turn)
         if turn.deaths > self._settings.restarts_max:
             self.status = "failed"
-            self._settle(turn, self._crashed(turn, death))
-            return
+            return self._crashed(turn, death)
         try:
             opened = await self._started(wire.Turn(turn.turn_id, turn.attempt, turn.text))
         except HermesPoolError as error:
             if turn.ending is not None:
-                self._settle(turn, self._ended_early(turn))
-            elif turn.tools_started:  # what may have happened matters more than that nobody could take over
-                interrupted = self._crashed(turn, death)
-                interrupted.__cause__ = error
-                self._settle(turn, interrupted)
-            else:
-                self._settle(turn, error)
-            return
-        except BaseException as error:
-            self._settle(turn, self._crashed(turn, death))
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            self._log.exception("recovery_failed")
-            return
+                return self._ended_early(turn)
+            if not turn.tools_started:
+                return error
+            # What may have happened matters more than that nobody could take over.
+            interrupted = self._crashed(turn, death)
+            interrupted.__cause__ = error
+            return interrupted
         if opened.recovered is not None:
             self.turns += 1
-            self._settle(turn, self._reply(turn, opened.recovered))
-        elif turn.ending is not None:
-            self._settle(turn, self._ended_early(turn))
-        elif self.state is not State.IDLE:  # and the new one is gone already
-            self._settle(turn, self._crashed(turn, self._to_replace or death))
-        elif self._may_replay(turn):
-            turn.attempt += 1
-            self._hand_over(turn, self._frame(turn))
-            turn.push(wire.Status(turn.turn_id, turn.attempt, f"the worker {death}; another one begins anew"))
-        else:
-            self._settle(turn, self._crashed(turn, death))
+            return self._reply(turn, opened.recovered)
+        if turn.ending is not None:
+            return self._ended_early(turn)
+        if self.state is not State.IDLE:  # the new one is gone already
+            return self._crashed(turn, self._to_replace or death)
+        if not self._may_replay(turn):
+            return self._crashed(turn, death)
+        turn.attempt += 1
+        self._hand_over(turn, self._frame(turn))
+        turn.push(wire.Status(turn.turn_id, turn.attempt, f"the worker {death}; another one begins anew"))
+        return None
 
     def _may_replay(self, turn: Turn) -> bool:
         policy = self._settings.replay

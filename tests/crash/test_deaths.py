@@ -262,7 +262,7 @@ async def test_an_effect_is_told_although_no_new_worker_can_be_started(
 
 
 @pytest.mark.parametrize("text", ["fine", "torn"])
-@LAUNCHERS
+@pytest.mark.parametrize("launcher", ["spawn", "portable"])  # its program is no zygote
 async def test_a_reply_that_was_written_is_delivered_although_its_worker_died(
     open_pool: OpenPool, instead_of_python: Faulty, tmp_path: Path, text: str, launcher: str
 ) -> None:
