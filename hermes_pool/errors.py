@@ -89,6 +89,10 @@ class WorkerUnusableError(WorkerStartError):
     retryable = False
 
 
+class NoCapacityError(WorkerStartError):
+    """The operating system has no process, descriptor or memory left to give; sessions that run are not touched."""
+
+
 class WorkerStartTimeoutError(WorkerStartError):
     """The worker was not ready within ``start_timeout_s``."""
 

@@ -6,6 +6,7 @@ death is told once, with everything that is known of it. It knows messages and n
 
 import asyncio
 import contextlib
+import errno
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from hermes_pool import health
-from hermes_pool.errors import WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
+from hermes_pool.errors import NoCapacityError, WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
 from hermes_pool.process import Command, Exit, Launcher, WorkerProcess
 from hermes_pool_worker import wire
 
@@ -371,4 +372,13 @@ def _launch_error(error: OSError, command: Command) -> WorkerStartError:
         return WorkerUnusableError(f"there is no interpreter {program}: correct worker_python", step="launch")
     if isinstance(error, PermissionError):
         return WorkerUnusableError(f"{program} may not be executed: correct worker_python", step="launch")
+    if error.errno in _CAPACITY:
+        return NoCapacityError(
+            f"there is no room for another worker on this machine ({error.strerror}): raise the limit of descriptors or "
+            "processes, or lower workers_max",
+            step="launch",
+        )
     return WorkerStartError(f"the worker could not be launched: {error}", step="launch")
+
+
+_CAPACITY = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC})

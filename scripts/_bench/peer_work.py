@@ -1,0 +1,18 @@
+"""What runs in the workers of the process pools."""
+
+import os
+import time
+
+WAIT = "/wait"
+
+
+def answer(text: str) -> str:
+    """Echo, or wait to be killed."""
+    if text == WAIT:
+        time.sleep(3600)
+    return text
+
+
+def pid() -> int:
+    """Tell who answers."""
+    return os.getpid()
