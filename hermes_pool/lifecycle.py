@@ -26,6 +26,8 @@ class State(StrEnum):
     FAILED = "failed"
     """No process: it could not be started. The next message tries again."""
 
+    __hash__ = str.__hash__  # the enumeration's own is Python code, and is asked twice in each turn
+
 
 class Event(StrEnum):
     """What has happened."""
@@ -37,6 +39,8 @@ class Event(StrEnum):
     TURN_ENDED = "turn_ended"
     STOP_BEGUN = "stop_begun"
     DIED = "died"
+
+    __hash__ = str.__hash__  # as above
 
 
 TRANSITIONS: dict[State, dict[Event, State]] = {

@@ -133,7 +133,7 @@ class WorkerLink:
         self.opened: wire.Opened | None = None
         self.death: Death | None = None
         """Set when it is over."""
-        self._frame_bytes_max = frame_bytes_max
+        self._encoder = wire.FrameEncoder(wire.worker_takes(frame_bytes_max))
         self._on_imported = on_imported
         loop = asyncio.get_running_loop()
         self._decoder: wire.FrameDecoder[Any] = wire.FrameDecoder(wire.FromWorker, frame_bytes_max)
@@ -223,7 +223,8 @@ class WorkerLink:
 
     def send(self, message: wire.Message) -> None:
         """Send a message of ours; ``wire.FrameTooLargeError`` when it is over what the worker takes."""
-        self.send_frame(wire.encode(message, wire.worker_takes(self._frame_bytes_max)))
+        if self.process is not None:
+            self.process.write(self._encoder.encode(message))
 
     def pause_reading(self) -> None:
         """Slow the worker down: nobody consumes what it sends. Not once it has ended, or its end would go unseen."""
@@ -234,11 +235,6 @@ class WorkerLink:
         """Read on."""
         if self.process is not None:
             self.process.resume_reading()
-
-    def send_frame(self, frame: bytes | bytearray) -> None:
-        """Send what ``wire.encode`` has made."""
-        if self.process is not None:
-            self.process.write(frame)
 
     # --- what the process does (process.Listener) ---
 
@@ -374,7 +370,7 @@ def _launch_error(error: OSError, command: Command) -> WorkerStartError:
         return WorkerUnusableError(f"{program} may not be executed: correct worker_python", step="launch")
     if error.errno in _CAPACITY:
         return NoCapacityError(
-            f"there is no room for another worker on this machine ({error.strerror}): raise the limit of descriptors or "
+            f"there is no room for another worker here ({error.strerror}): raise the limit of descriptors or "
             "processes, or lower workers_max",
             step="launch",
         )

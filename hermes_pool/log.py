@@ -34,5 +34,5 @@ def _as_text(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str
 
 
 def wants_details() -> bool:
-    """Whether anybody would see a debug line: what happens in each turn is not even put together otherwise."""
+    """Whether anybody would see a debug line. It is asked at each start of a worker, and not in each turn."""
     return structlog.is_configured() or _standard.isEnabledFor(logging.DEBUG)

@@ -77,7 +77,7 @@ class WorkerProcess(Protocol):
     create_time: float
 
     def write(self, data: bytes | bytearray) -> None:
-        """Send bytes; they are queued if need be. Never raises: a process that is gone is told of by ``exited``."""
+        """Send bytes; what the pipe does not take is copied and queued. Never raises: ``exited`` tells of the end."""
 
     def pause_reading(self) -> None:
         """Read no more of its stdout for now, which slows its writer down once the pipe is full."""

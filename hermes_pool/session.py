@@ -38,6 +38,9 @@ from hermes_pool.store import ConversationStore, SessionRecord
 from hermes_pool.turn import Reply, Turn
 from hermes_pool_worker import wire
 
+_UTF8_BYTES_MAX = 4
+_TURN_BYTES_MAX = 256  # of a turn's frame, beside its text
+
 Status = Literal["healthy", "dormant", "failed"]
 
 
@@ -93,6 +96,7 @@ class Session:
         self._clocks = TurnClocks(around.settings, self._over_limit)
         self._to_replace: Death | None = None
         self._notice: str | None = None
+        self._tells_details = wants_details()
 
     # --- what the manager asks ---
 
@@ -241,15 +245,16 @@ class Session:
 
     async def begin(self, turn: Turn) -> None:
         """Wait in line, see that a worker is ready, and hand the turn over."""
-        frame = self._frame(turn)  # a message that is too large is refused before it waits
+        self._refuse_if_too_large(turn)  # and not after it has waited
         await self._take_lock()
         try:
-            await self._idle_worker(turn)
+            if self.state is not State.IDLE or self.closed:
+                await self._idle_worker(turn)
             if turn.ending is not None:  # cancelled before it began
                 turn.settle(self._ended_early(turn))
                 self._lock.release()
             else:
-                self._hand_over(turn, frame)
+                self._hand_over(turn)
         except BaseException as error:
             self._lock.release()
             given_up = TurnCancelledError("its caller gave up before it began", conversation_id=self._id)
@@ -391,6 +396,7 @@ class Session:
         self.session_id, self.committed, self._notice = opened.session_id, opened.committed, opened.notice
         self.status = "healthy"
         self._idle_since = self._loop.time()
+        self._tells_details = wants_details()
         self._became(Event.OPENED, resumed=opened.resumed, steps=link.steps)
         if opened.notice is not None:
             self._log.warning("not_resumed", notice=opened.notice)
@@ -399,21 +405,23 @@ class Session:
 
     # --- a turn ---
 
-    def _frame(self, turn: Turn) -> bytearray:
+    def _refuse_if_too_large(self, turn: Turn) -> None:
+        limit = self._settings.frame_bytes_max
+        if len(turn.text) * _UTF8_BYTES_MAX + _TURN_BYTES_MAX <= limit:
+            return
         try:
-            message = wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams)
-            return wire.encode(message, self._settings.frame_bytes_max)
+            wire.encode(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams), limit)
         except wire.FrameTooLargeError as error:
             raise MessageTooLargeError(f"the message does not fit: {error}", conversation_id=self._id) from None
 
-    def _hand_over(self, turn: Turn, frame: bytearray) -> None:
+    def _hand_over(self, turn: Turn) -> None:
         now = self._loop.time()
         turn.began_at = turn.began_at or now
         turn.heard_at = now
         self._turn = turn
         self._became(Event.TURN_BEGUN)
         assert self._link is not None  # noqa: S101 - for the type checker: an idle session has one
-        self._link.send_frame(frame)
+        self._link.send(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
         self._clocks.watch(turn)
 
     def link_begun(self, link: WorkerLink) -> None:
@@ -587,7 +595,7 @@ class Session:
         if not self._may_replay(turn):
             return self._crashed(turn, death)
         turn.attempt += 1
-        self._hand_over(turn, self._frame(turn))
+        self._hand_over(turn)
         turn.push(wire.Status(turn.turn_id, turn.attempt, f"the worker {death}; another one begins anew"))
         return None
 
@@ -623,7 +631,7 @@ class Session:
         self.state = lifecycle.after(before, event)
         if event is not Event.TURN_BEGUN and event is not Event.TURN_ENDED:
             self._log.info(event.value, state=self.state.value, before=before.value, **facts)
-        elif wants_details():
+        elif self._tells_details:
             self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
         self._around.changed(self)
 

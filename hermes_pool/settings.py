@@ -38,7 +38,13 @@ def _check_id(what: str, value: object) -> None:
         raise InvalidKeyError(f"a {what} cannot be empty")
     if len(value) > ID_CHARS_MAX:
         raise InvalidKeyError(f"a {what} of {len(value):,} characters is too long; at most {ID_CHARS_MAX} are allowed")
-    if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+    try:
+        value.encode()  # fails for half a surrogate pair
+    except UnicodeEncodeError:
+        storable = False
+    else:
+        storable = "\0" not in value
+    if not storable:
         raise InvalidKeyError(f"the {what} {value[:80]!r} holds NUL or half a surrogate pair; no database can store it")
 
 

@@ -7,16 +7,16 @@ exactly once; so a caller that is slow, gone or cancelled can hold up nothing bu
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
+
+import msgspec
 
 from hermes_pool.errors import HermesPoolError
 from hermes_pool_worker import wire
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one message."""
 
     text: str
@@ -28,7 +28,7 @@ class Reply:
     """``interrupted``: it was cancelled, and ``text`` is what there was. ``partial``: the agent stopped early."""
     restarts: int = 0
     """Workers that died and were replaced on the way to this reply."""
-    usage: dict[str, int] = field(default_factory=dict)
+    usage: dict[str, int] = {}
     """What the agent counted for this turn (``input_tokens``, ``output_tokens``, ...)."""
     notice: str | None = None
     """What a person should know: why it is partial, or that the session could not be resumed."""

@@ -65,8 +65,10 @@ class RunningTurn(Protocol):
 
     turn_id: str
     attempt: int
-    cancelled: threading.Event
-    """Set when the caller has cancelled; ``Agent.interrupt`` is called right after."""
+
+    @property
+    def cancelled(self) -> threading.Event:
+        """Set when the caller has cancelled; ``Agent.interrupt`` is called right after."""
 
     def text(self, delta: str) -> None:
         """Send a further piece of the reply to the caller."""

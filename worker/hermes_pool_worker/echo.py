@@ -57,8 +57,6 @@ class EchoAgent:
 
     def turn(self, text: str, turn: RunningTurn) -> Outcome:
         """Say it again."""
-        if turn.cancelled.is_set():
-            return Outcome("", "interrupted")
         self._texts.append(text)
         reply = self._reply_to_last()
         turn.text(reply)

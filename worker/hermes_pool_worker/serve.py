@@ -5,7 +5,7 @@ thread reads the wire itself: waking another thread for each frame would double 
 through one lock. The end of the wire is the end of the worker: nobody is left who could want its reply.
 """
 
-import contextlib
+import gc
 import importlib
 import os
 import queue
@@ -97,6 +97,20 @@ def imported_since(born_with: frozenset[str]) -> list[str]:
     )
 
 
+def give_back_memory() -> None:
+    """Collect garbage and return free memory to the system: an idle Hermes shrinks to what it had after its first turn.
+
+    Measured with Hermes 0.19.0: without this 90 MB grow to 124 MB by turn 150, and never shrink.
+    """
+    gc.collect()
+    # Only where it is loaded anyway: small agents have little to give back, and ctypes would cost them more.
+    ctypes = sys.modules.get("ctypes")
+    if ctypes is not None and sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the GNU C library's
+        if trim is not None:
+            trim(0)
+
+
 def leave_orphaned() -> NoReturn:
     """End a process whose supervisor is gone, and with it all that its agent's tools have left running."""
     marker = os.environ.get("HERMES_POOL_WORKER")
@@ -111,6 +125,10 @@ def _checked(outcome: Any) -> Outcome:
     """Return what an agent returned, if it is one; a wrong type would otherwise only be seen on the other side."""
     if not isinstance(outcome, Outcome):
         raise TypeError(f"the agent's turn returned {type(outcome).__name__} and not an Outcome")
+    if type(outcome.text) is str and outcome.kind == "completed" and not outcome.usage and outcome.notice is None:
+        marks = (outcome.session_id, outcome.committed)
+        if all(mark is None or type(mark) is str for mark in marks):  # the plain case, quickly
+            return outcome
     return msgspec.convert(msgspec.to_builtins(outcome), Outcome)
 
 
@@ -125,7 +143,7 @@ class FrameSender:
 
     def __init__(self, descriptor: int, frame_bytes_max: int) -> None:
         self._descriptor = descriptor
-        self._limit = frame_bytes_max
+        self._encoder = wire.FrameEncoder(frame_bytes_max)
         self._lock = threading.Lock()
 
     def send(self, message: wire.Message) -> None:
@@ -133,10 +151,15 @@ class FrameSender:
 
         When nobody reads any more, the message has no addressee: it is dropped, and the reader ends the process.
         """
-        frame = memoryview(wire.encode(message, self._limit))
-        with self._lock, contextlib.suppress(BrokenPipeError):
-            while frame:
-                frame = frame[os.write(self._descriptor, frame) :]
+        with self._lock:
+            frame = self._encoder.encode(message)
+            try:
+                sent = os.write(self._descriptor, frame)
+                while sent < len(frame):
+                    with memoryview(frame) as view:
+                        sent += os.write(self._descriptor, view[sent:])
+            except BrokenPipeError:
+                pass
 
 
 class Turn:
@@ -147,12 +170,23 @@ class Turn:
         self.attempt = request.attempt
         self.request = request
         self.session_id: str | None = None  # the one that the turn has moved to
-        self.cancelled = threading.Event()
+        self.is_cancelled = False
         self._sender = sender
         self._next_sign_at = 0.0 if request.streams else time.monotonic() + PROGRESS_SIGN_S
         self._questions: dict[str, queue.SimpleQueue[str | None]] = {}
         self._questions_asked = 0
         self._lock = threading.Lock()
+        self._cancelled: threading.Event | None = None
+
+    @property
+    def cancelled(self) -> threading.Event:
+        """Set when the caller has cancelled; made when first asked for, since most turns never ask."""
+        with self._lock:
+            if self._cancelled is None:
+                self._cancelled = threading.Event()
+                if self.is_cancelled:
+                    self._cancelled.set()
+            return self._cancelled
 
     def text(self, delta: str) -> None:
         """Send a piece of the reply."""
@@ -197,7 +231,7 @@ class Turn:
             question_id = f"q{self._questions_asked}"
             self._questions[question_id] = answers
         try:
-            if self.cancelled.is_set():
+            if self.is_cancelled:
                 return None
             self._send(wire.Question(self.turn_id, self.attempt, question_id, kind, text, list(choices), timeout_s))
             return answers.get(timeout=timeout_s)
@@ -216,8 +250,10 @@ class Turn:
 
     def cancel(self) -> None:
         """Mark as cancelled and release whoever waits for an answer."""
-        self.cancelled.set()
         with self._lock:
+            self.is_cancelled = True
+            if self._cancelled is not None:
+                self._cancelled.set()
             for answers in self._questions.values():
                 answers.put(None)
 
@@ -324,7 +360,7 @@ class Worker:
         """Read the wire during work that takes longer than a moment; the body of the second thread.
 
         It sleeps while nothing happens. Once woken it looks every ``WATCH_AFTER_S``, so that work which comes thick
-        and fast need not wake it each time.
+        and fast need not wake it each time. Before it goes to sleep, it tidies up.
         """
         while True:
             self._watch_wakes.wait()
@@ -339,6 +375,10 @@ class Worker:
                 else:
                     idle_looks += 1
             self._watch_wakes.clear()
+            if not self._reading.locked():  # work has begun since the last look, and found the watch awake
+                self._watch_wakes.set()
+            else:
+                give_back_memory()
 
     def _read_until_asked_back(self) -> None:
         both = select.poll()
@@ -412,7 +452,7 @@ class Worker:
 
     def _run_turn(self, turn: Turn) -> wire.TurnDone | wire.TurnFailed:
         with self._turn_lock:
-            if turn.cancelled.is_set():
+            if turn.is_cancelled:
                 return self._done(turn, Outcome("", "interrupted"))
             self._running = turn
         try:

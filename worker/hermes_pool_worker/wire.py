@@ -326,23 +326,39 @@ def worker_takes(frame_bytes_max: int) -> int:
 
 # --- the codec -------------------------------------------------------------------------------------------------------
 
+KEPT_BYTES_MAX: Final = 4 * 1024 * 1024
+"""A larger buffer is not kept for the next frame."""
+
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
+class FrameEncoder:
+    """Turns messages into frames, in a buffer that it keeps: a large frame need not find its memory anew each time."""
+
+    def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self._limit = frame_bytes_max
+        self._frame = bytearray(HEADER_BYTES)
+
+    def encode(self, message: Any) -> bytearray:
+        """Return the frame of ``message``, valid until the next call; ``FrameTooLargeError`` when it is too large."""
+        frame = self._frame
+        try:
+            _encoder.encode_into(message, frame, HEADER_BYTES)
+        except UnicodeEncodeError:
+            _encoder.encode_into(scrub(msgspec.to_builtins(message)), frame, HEADER_BYTES)
+        size = len(frame) - HEADER_BYTES
+        if size > KEPT_BYTES_MAX:
+            self._frame = bytearray(HEADER_BYTES)
+        if size > self._limit:
+            raise FrameTooLargeError(size, self._limit)
+        frame[:HEADER_BYTES] = size.to_bytes(HEADER_BYTES, "big")
+        return frame
+
+
 def encode(message: Any, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytearray:
     """Return the frame of ``message``; ``FrameTooLargeError`` when it is over the limit."""
-    frame = bytearray(HEADER_BYTES)
-    try:
-        _encoder.encode_into(message, frame, HEADER_BYTES)
-    except UnicodeEncodeError:
-        frame = bytearray(HEADER_BYTES)
-        _encoder.encode_into(scrub(msgspec.to_builtins(message)), frame, HEADER_BYTES)
-    size = len(frame) - HEADER_BYTES
-    if size > frame_bytes_max:
-        raise FrameTooLargeError(size, frame_bytes_max)
-    frame[:HEADER_BYTES] = size.to_bytes(HEADER_BYTES, "big")
-    return frame
+    return FrameEncoder(frame_bytes_max).encode(message)
 
 
 def scrub(value: Any) -> Any:
