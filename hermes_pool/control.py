@@ -24,6 +24,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -31,6 +32,7 @@ import msgspec
 
 from hermes_pool.errors import HermesPoolError
 from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.threads import in_thread
 from hermes_pool_worker import wire
 
 if sys.platform != "win32":
@@ -147,7 +149,7 @@ class ControlServer:
         """
         if not available() or self._place is not None:
             return self._place.address if self._place is not None else None
-        place = await asyncio.to_thread(_settle, self._state_dir)
+        place = await in_thread(partial(_settle, self._state_dir))
         self._place = place
         try:
             self._server = await asyncio.start_unix_server(self._serve, sock=place.listener)

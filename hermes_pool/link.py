@@ -11,12 +11,14 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
 from hermes_pool import health
 from hermes_pool.errors import NoCapacityError, WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
 from hermes_pool.process import Command, Exit, Launcher, WorkerProcess
+from hermes_pool.threads import in_thread
 from hermes_pool_worker import wire
 
 EXIT_UNUSABLE = 78
@@ -176,10 +178,10 @@ class WorkerLink:
             prepared: wire.Prepared = await self._answer(wire.Prepared, "prepare")
         return prepared
 
-    async def open(self, request: wire.Open, deadline: float) -> None:
-        """Bind it to a conversation; ``opened`` is its answer."""
+    async def open(self, request: "asyncio.Future[wire.Open]", deadline: float) -> None:
+        """Bind it to a conversation, once it is known which; ``opened`` is its answer."""
         async with self._step("open", deadline):
-            self.send(request)
+            self.send(await asyncio.shield(request))
             self.opened = await self._answer(wire.Opened, "open")
 
     @contextlib.asynccontextmanager
@@ -330,19 +332,19 @@ class WorkerLink:
         if process is None:
             return "closed"
         # Looked up while their parent lives: afterwards nothing tells whose they were.
-        family = await asyncio.to_thread(health.descendants, process.pid, process.create_time)
+        family = await in_thread(partial(health.descendants, process.pid, process.create_time))
         if term_grace_s > 0:
             process.send_signal(signal.SIGTERM)
             if await self._died_within(term_grace_s):
-                await asyncio.to_thread(health.kill, family)
+                await in_thread(partial(health.kill, family))
                 return "terminated"
         process.send_signal(signal.SIGKILL)
-        await asyncio.to_thread(health.kill, family)
+        await in_thread(partial(health.kill, family))
         await self._died_within(KILLED_EXIT_S)
         return "killed"
 
     async def _stopped(self, rung: str) -> Stopped:
-        strays = await asyncio.to_thread(kill_strays, self.marker) if self.process is not None else ()
+        strays = await in_thread(partial(kill_strays, self.marker)) if self.process is not None else ()
         return Stopped(self.death.exit if self.death is not None else Exit(None), rung, strays)
 
     async def _died_within(self, seconds: float) -> bool:

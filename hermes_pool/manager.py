@@ -7,6 +7,7 @@ import socket
 from collections.abc import Coroutine
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,6 +22,7 @@ from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.start import Starter
 from hermes_pool.store import ConversationStore
+from hermes_pool.threads import in_thread
 from hermes_pool.turn import Reply, Turn
 
 SAVE_EVERY_S = 1.0
@@ -162,7 +164,7 @@ class HermesSessionManager:
         """Return all sessions of this pool as they are now, with what the operating system says of their processes."""
         rows = [session.snapshot() for session in self._sessions.values()] + self._around.starter.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
-        looks = dict(zip(identities, await asyncio.to_thread(health.look_all, identities), strict=True))
+        looks = dict(zip(identities, await in_thread(partial(health.look_all, identities)), strict=True))
         seen = []
         for row in rows:
             look = looks.get((row.pid, row.create_time))  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal
 
 from hermes_pool import lifecycle
@@ -35,6 +36,7 @@ from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.start import LAUNCHES_MAX, Starter
 from hermes_pool.store import ConversationStore, SessionRecord
+from hermes_pool.threads import in_thread
 from hermes_pool.turn import Reply, Turn
 from hermes_pool_worker import wire
 
@@ -346,11 +348,7 @@ class Session:
             self._refuse_if_closed()
             self._became(Event.START_BEGUN)
             try:
-                await self._recall()
-                request = self._around.starter.request(
-                    self._id, session_id=self.session_id, committed=self.committed, unfinished=unfinished
-                )
-                link = await self._around.starter.start(request, self, self._start_failed)
+                link = await self._around.starter.start(self._request(unfinished), self, self._start_failed)
             except asyncio.CancelledError:  # by ``stop``; the link has seen to the process before it let go
                 self._became(Event.STOP_BEGUN)
                 self._became(Event.DIED)
@@ -366,6 +364,12 @@ class Session:
             return self._took_over(link)
         finally:
             self._starting = self._begun = None
+
+    async def _request(self, unfinished: wire.Turn | None) -> wire.Open:
+        await self._recall()
+        return self._around.starter.request(
+            self._id, session_id=self.session_id, committed=self.committed, unfinished=unfinished
+        )
 
     async def _recall(self) -> None:
         """Read what is stored, unless what we know is newer."""
@@ -544,7 +548,7 @@ class Session:
         if not death.wanted:
             self._to_replace = death
             self.last_error = f"the worker {death}"
-            self._around.in_background(asyncio.to_thread(kill_strays, link.marker))
+            self._around.in_background(in_thread(partial(kill_strays, link.marker)))
         turn = self._turn
         if turn is None:
             self._save_soon()

@@ -16,9 +16,12 @@ from hermes_pool.errors import HermesPoolError
 from hermes_pool.link import Death, LinkListener, WorkerLink
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.stamps import Stamps, stamps_of
+from hermes_pool.threads import in_thread
 
 MEMORY_FREE_LEAST = 0.1
 """Share of the machine's memory that must be available for another spare to be started."""
+REFILL_AFTER_S = 1.0
+"""How long after a spare was taken its successor is started: first the conversation that took it has its turn."""
 RETRY_AFTER_S = 30.0
 """How long none is started after one could not be."""
 
@@ -50,6 +53,7 @@ class Spares:
         self._log = log
         self._ready: deque[Spare] = deque()
         self._filling: asyncio.Task[None] | None = None
+        self._refilling: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[Any]] = set()
         self._retry_at = 0.0
 
@@ -58,10 +62,10 @@ class Spares:
         while self._ready:
             spare = self._ready.popleft()
             if spare.fresh():
-                self.refill()
+                self._refill_soon()
                 return spare.link
             self._let_go(spare.link, "it is stale")
-        self.refill()
+        self._refill_soon()
         return None
 
     def refill(self) -> None:
@@ -69,9 +73,19 @@ class Spares:
         if self._filling is None and len(self._ready) < self._wanted and monotonic() >= self._retry_at:
             self._filling = asyncio.get_running_loop().create_task(self._fill())
 
+    def _refill_soon(self) -> None:
+        if self._wanted and self._refilling is None:
+            self._refilling = asyncio.get_running_loop().call_later(REFILL_AFTER_S, self._refill_now)
+
+    def _refill_now(self) -> None:
+        self._refilling = None
+        self.refill()
+
     async def close(self) -> None:
         """Start no more, and end those that are ready."""
         self._wanted = 0
+        if self._refilling is not None:
+            self._refilling.cancel()
         if self._filling is not None:
             self._filling.cancel()
             await asyncio.wait({self._filling})
@@ -97,7 +111,7 @@ class Spares:
     async def _fill(self) -> None:
         try:
             while len(self._ready) < self._wanted:
-                if await asyncio.to_thread(health.memory_available) < MEMORY_FREE_LEAST:
+                if await in_thread(health.memory_available) < MEMORY_FREE_LEAST:
                     self._log.info("spares_paused", reason="memory is short")
                     self._retry_at = monotonic() + RETRY_AFTER_S
                     return

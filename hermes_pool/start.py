@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -71,20 +71,39 @@ class Starter:
             self._cwd.mkdir(parents=True, exist_ok=True)
 
     async def start(
-        self, request: wire.Open, listener: LinkListener, on_failure: Callable[[WorkerStartError], None]
+        self,
+        request: Coroutine[Any, Any, wire.Open],
+        listener: LinkListener,
+        on_failure: Callable[[WorkerStartError], None],
     ) -> WorkerLink:
-        """Return a worker that has opened ``request``, within ``start_timeout_s``: a spare, or up to two launches.
+        """Return a worker that has opened a session, within ``start_timeout_s``: a spare, or up to two launches.
 
-        ``on_failure`` hears of each try that failed. Raises ``WorkerStartError``, and ``WorkerUnusableError`` at once
-        where a second try is useless.
+        ``request`` says which session; it may take its time (a database is asked), the process is started meanwhile.
+        ``on_failure`` hears of each try that failed. Raises ``WorkerStartError``, ``WorkerUnusableError`` at once where
+        a second try is useless, and what ``request`` raises.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.start_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+        asked = asyncio.ensure_future(request)
+        try:
+            return await self._start(asked, listener, on_failure, deadline)
+        finally:
+            asked.cancel()
+            await asyncio.wait({asked})
+            if not asked.cancelled():
+                asked.exception()  # seen, also where the launch has failed first
+
+    async def _start(
+        self,
+        asked: "asyncio.Future[wire.Open]",
+        listener: LinkListener,
+        on_failure: Callable[[WorkerStartError], None],
+        deadline: float,
+    ) -> WorkerLink:
         if (spare := self.spares.take()) is not None:
             spare.listener = listener
             listener.link_begun(spare)
             try:
-                await spare.open(request, deadline)
+                await spare.open(asked, deadline)
             except WorkerStartError as error:
                 on_failure(error)
             else:
@@ -93,10 +112,10 @@ class Starter:
             link = self._new_link(listener)
             try:
                 await link.launch(self._launcher, self._command(**{MARKER_VARIABLE: link.marker}), deadline)
-                await link.open(request, deadline)
+                await link.open(asked, deadline)
             except WorkerStartError as error:
                 on_failure(error)
-                if not tries_left or not error.retryable or loop.time() >= deadline:
+                if not tries_left or not error.retryable or asyncio.get_running_loop().time() >= deadline:
                     raise
             else:
                 if link.death is None:

@@ -27,6 +27,7 @@ from sqlmodel import Field, SQLModel
 from hermes_pool.errors import InvalidKeyError, SettingsError, StateNotWritableError, StoreError
 from hermes_pool.json_sql import BY_DIALECT, JsonSql, path
 from hermes_pool.settings import SessionKey
+from hermes_pool.threads import in_thread
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # it needs greenlet, which who has no such engine need not have
@@ -219,7 +220,7 @@ class ConversationStore:
             if self._own_url is not None and isinstance(self._engine, sa.Engine):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._timeout_s):
-                        await _in_thread(self._engine.dispose, lambda: None)
+                        await in_thread(self._engine.dispose, lambda: None)
         finally:
             for _ in range(taken):
                 self._slots.release()
@@ -260,7 +261,7 @@ class ConversationStore:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.acquire()
                 if self._engine is None or isinstance(self._engine, sa.Engine):
-                    return await _in_thread(lambda: self._with_sync_engine(work, deadline), self._slots.release)
+                    return await in_thread(lambda: self._with_sync_engine(work, deadline), self._slots.release)
                 try:
                     async with self._engine.connect() as connection:
                         return await connection.run_sync(_in_transaction, work, deadline)
@@ -444,40 +445,6 @@ def _limited(connection: sa.Connection, limit_ms: int) -> Any:
     finally:
         with contextlib.suppress(SQLAlchemyError):
             connection.exec_driver_sql(f"PRAGMA busy_timeout={int(before)}")
-
-
-async def _in_thread(work: Callable[[], T], done: Callable[[], None]) -> T:
-    """Run ``work`` in a thread of its own, and ``done`` on the loop when it has really ended.
-
-    A daemon thread, and none of an executor: the interpreter waits for those at its end, for ever if a database
-    hangs. One for each operation costs some 0.1 ms, and there is none to be kept and ended.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def finish(outcome: Callable[[], None]) -> None:
-        done()
-        if not future.done():  # the caller may have given up
-            outcome()
-
-    def run() -> None:
-        outcome: Callable[[], None]
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is awaited
-            caught = error
-            outcome = lambda: future.set_exception(caught)  # noqa: E731
-        else:
-            outcome = lambda: future.set_result(result)  # noqa: E731
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-            loop.call_soon_threadsafe(finish, outcome)
-
-    try:
-        threading.Thread(target=run, name="hermes-pool-store", daemon=True).start()
-    except RuntimeError as error:
-        done()
-        raise OSError("no thread could be started") from error
-    return await future
 
 
 def _column_of(model: type[Any], name: str) -> sa.Column[Any]:

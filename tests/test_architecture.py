@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPERVISOR = ROOT / "hermes_pool"
 WORKER = ROOT / "worker" / "hermes_pool_worker"
 
-PURE = {"errors", "settings", "lifecycle", "snapshot", "environment", "stamps"}
+PURE = {"errors", "settings", "lifecycle", "snapshot", "environment", "stamps", "threads"}
 EDGES = {"process", "health", "json_sql", "store", "control", "log"}
 
 MAY_IMPORT = {
@@ -56,6 +56,7 @@ THIRD_PARTY = {
     "store": {"sqlalchemy", "sqlmodel"},
     "control": {"msgspec"},
     "zygote": {"msgspec"},
+    "turn": {"msgspec"},
     "log": {"structlog"},
     "cli": {"typer", "rich"},
 }

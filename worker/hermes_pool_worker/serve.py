@@ -302,6 +302,7 @@ class Worker:
         self._reading = threading.Lock()
         self._watch_wakes = threading.Event()
         self._hand_back, self._ask_back = os.pipe()
+        self._taken_back: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._session_id = ""
         self._committed: str | None = None
 
@@ -371,6 +372,7 @@ class Worker:
                 if self._reading.acquire(blocking=False):
                     self._read_until_asked_back()
                     self._reading.release()
+                    self._taken_back.get()  # or a look could come before the main thread does, and keep it for good
                     idle_looks = 0
                 else:
                     idle_looks += 1
@@ -426,6 +428,7 @@ class Worker:
                     if not self._reading.acquire(blocking=False):
                         os.write(self._ask_back, b"!")
                         self._reading.acquire()
+                        self._taken_back.put(None)
                 case work:
                     self._work_on(work)
 
