@@ -165,7 +165,7 @@ class Session:
             waiting=self.waiting,
             restart_count=self.restart_count,
             last_used_at=_iso(self.last_used_at),
-            last_error=self.last_error,
+            last_error=self.last_error or (str(self._save_error) if self._save_error is not None else None),
             host=self._around.host,
         )
 
@@ -220,7 +220,7 @@ class Session:
         return stopped
 
     async def save(self, status: Status | None = None) -> bool:
-        """Store the metadata; say whether that worked. A failure is logged and kept as ``last_error``."""
+        """Store the metadata; say whether that worked. A failure is logged, and shown until it is mended."""
         if self.session_id is None:
             return True  # nothing to come back to
         async with self._saving:  # one after the other, so that an older record never overwrites a newer one
@@ -230,7 +230,6 @@ class Session:
                 await self._around.store.save(self.key, record)
             except StoreError as error:
                 self.unsaved = True
-                self.last_error = str(error)
                 if str(error) != str(self._save_error):  # told once, though it is tried again and again
                     self._log.warning("save_failed", error=str(error))
                 self._save_error = error

@@ -344,3 +344,19 @@ async def test_a_helper_that_holds_the_wire_open_hides_no_death(
     helper = psutil.Process(int((await pool.send("c", "fork")).text))
     await asyncio.wait_for(pool.stop("c"), 5)
     assert gone(helper)
+
+
+@LAUNCHERS
+async def test_what_a_host_ignores_its_workers_do_not(open_pool: OpenPool, launcher: str) -> None:
+    inherited = (signal.SIGHUP, signal.SIGTERM)  # as under nohup, or in a server that handles its end itself
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in inherited}
+    try:
+        pool = await open_pool(launcher=launcher)
+        await pool.send("c", "hello")
+        worker = await process_of(pool, "c")
+        worker.send_signal(signal.SIGHUP)
+        await until(lambda: gone(worker), "the worker to obey", 5)
+        assert (await pool.send("c", "/count")).text == "2"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

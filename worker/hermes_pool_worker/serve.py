@@ -52,9 +52,7 @@ def serve(
     ``born_with`` are the modules that a forked worker had from the start; what it has to import beyond them it tells
     after its first turn, so that the next zygote has those as well.
     """
-    # In its own session no terminal reaches the worker; a stray SIGINT must not cut a turn all the same. A function
-    # and not SIG_IGN, which the agent's tools would inherit.
-    signal.signal(signal.SIGINT, lambda *_: None)
+    set_signals()
     sender = FrameSender(wire_out, frame_bytes_max)
     versions = {"python": sys.version.split()[0], "msgspec": msgspec.__version__}
     sender.send(wire.Hello(wire.PROTOCOL, os.getpid(), agent_name, versions))
@@ -68,6 +66,19 @@ def serve(
         traceback.print_exc()
         return EXIT_SOFTWARE
     return EXIT_OK
+
+
+def set_signals() -> None:
+    """Undo what a host may have left to its children: one that ignores SIGCHLD, say, or was started by nohup.
+
+    In its own session no terminal reaches a worker; a stray SIGINT must not cut a turn all the same. A function and not
+    SIG_IGN, which the agent's tools would inherit.
+    """
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def import_agent(name: str) -> tuple[ModuleType, Callable[[], Agent]]:
