@@ -26,7 +26,9 @@ from hermes_pool.threads import in_thread
 from hermes_pool.turn import Reply, Turn
 
 SAVE_EVERY_S = 1.0
-"""A session that is talked to all the time is stored this often; one that has news of its identity, at once."""
+"""A session that is talked to all the time is stored this often."""
+SAVE_NEWS_AFTER_S = 0.02
+"""One that has news of its identity is stored at once, but for a moment: first whoever waits has its turn."""
 SESSIONS_KEPT = 1024
 """How many sessions without a worker stay in memory, for ``ps``; what they know is in the store."""
 
@@ -45,6 +47,7 @@ class HermesSessionManager:
         self.settings = settings or PoolSettings()
         self._given_store = store
         self._sessions: dict[SessionKey, Session] = {}
+        self._by_id: dict[str, Session] = {}  # those of no user: known ids need no check, and no key is made for them
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unsaved: dict[Session, float] = {}
         self._save_wanted = asyncio.Event()
@@ -178,11 +181,15 @@ class HermesSessionManager:
 
     def _session(self, conversation: str | SessionKey) -> Session:
         self._refuse_unless_open()
-        key = _key(conversation)
-        session = self._sessions.get(key)
+        session = self._by_id.get(conversation) if type(conversation) is str else None
         if session is None:
-            session = self._sessions[key] = Session(key, self._around)
-            self._forget_some()
+            key = _key(conversation)
+            session = self._sessions.get(key)
+            if session is None:
+                session = self._sessions[key] = Session(key, self._around)
+                self._forget_some()
+            if key.user_id is None:
+                self._by_id[key.conversation_id] = session
         return session
 
     def _refuse_unless_open(self) -> None:
@@ -198,6 +205,7 @@ class HermesSessionManager:
         resting = [key for key, session in self._sessions.items() if session.at_rest and not session.unsaved]
         for key in resting[: len(self._sessions) - SESSIONS_KEPT]:
             del self._sessions[key]
+            self._by_id.pop(key.conversation_id, None)
 
     def _alive(self) -> int:
         return sum(session.state in lifecycle.ALIVE for session in self._sessions.values())
@@ -269,11 +277,12 @@ class HermesSessionManager:
             )
 
     def _save_soon(self, session: Session) -> None:
-        """Have a session stored: at once when its identity is new, else within ``SAVE_EVERY_S``."""
+        """Have a session stored, beside the turns: soon when its identity is new, else within ``SAVE_EVERY_S``."""
+        now = asyncio.get_running_loop().time()
         known = session.saved_session_id == session.session_id and session.state is State.IDLE
-        if known and session in self._unsaved:
+        if session in self._unsaved and (known or self._unsaved[session] <= now + SAVE_NEWS_AFTER_S):
             return
-        self._unsaved[session] = asyncio.get_running_loop().time() + (SAVE_EVERY_S if known else 0.0)
+        self._unsaved[session] = now + (SAVE_EVERY_S if known else SAVE_NEWS_AFTER_S)
         self._save_wanted.set()
 
     async def _save_always(self) -> None:

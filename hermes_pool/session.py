@@ -40,6 +40,8 @@ from hermes_pool.threads import in_thread
 from hermes_pool.turn import Reply, Turn
 from hermes_pool_worker import wire
 
+SWEEP_UP_AFTER_S = 0.1
+"""How long after a death its leftovers are looked for. The look takes milliseconds of this interpreter's lock."""
 _UTF8_BYTES_MAX = 4
 _TURN_BYTES_MAX = 256  # of a turn's frame, beside its text
 
@@ -547,7 +549,7 @@ class Session:
         if not death.wanted:
             self._to_replace = death
             self.last_error = f"the worker {death}"
-            self._around.in_background(in_thread(partial(kill_strays, link.marker)))
+            self._around.in_background(_sweep_up(link.marker))
         turn = self._turn
         if turn is None:
             self._save_soon()
@@ -641,6 +643,14 @@ class Session:
     @property
     def _id(self) -> str:
         return self.key.conversation_id
+
+
+async def _sweep_up(marker: str) -> None:
+    """End what the tools of a dead worker have left; a little later, since whoever waits for the turn comes first."""
+    try:
+        await asyncio.sleep(SWEEP_UP_AFTER_S)
+    finally:  # also when the pool closes before
+        await in_thread(partial(kill_strays, marker))
 
 
 def _iso(moment: datetime | None) -> str | None:

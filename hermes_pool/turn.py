@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import msgspec
 
@@ -124,7 +124,8 @@ class Turn:
     async def reply(self) -> Reply:
         """Wait for the end; return the reply or raise how it failed. Events that were not read are dropped."""
         self._events = None
-        self._consumed()
+        if self.lags:
+            self._consumed()
         while self.outcome is None:
             await self._change()
         if isinstance(self.outcome, HermesPoolError):
@@ -167,14 +168,11 @@ class Turn:
             self.lags = False
             self._host.drained(self)
 
-    async def _change(self) -> None:
-        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    def _change(self) -> "asyncio.Future[None]":
+        """Return what is done at the next change. One that nobody awaits any more is forgotten with that change."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        try:
-            await waiter
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+        return waiter
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []

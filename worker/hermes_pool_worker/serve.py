@@ -28,7 +28,8 @@ EXIT_OK = 0
 EXIT_SOFTWARE = 70
 EXIT_UNUSABLE = 78
 
-READ_BYTES = 1024 * 1024
+READ_BYTES = 16 * 1024
+READ_BYTES_LARGE = 1024 * 1024
 PROGRESS_SIGN_S = 1.0
 """How often a turn that nobody watches still shows that it gets on."""
 WATCH_AFTER_S = 0.01
@@ -299,7 +300,8 @@ class Worker:
         self._sender = sender
         self._wire_in = wire_in
         self._wire_ended = False
-        # Kept: to get and give back a buffer of this size for each frame costs more than a small frame itself.
+        # Kept: to get and give back a buffer for each frame costs more than a small frame itself. It grows with the
+        # first large one: a worker that has none must not pay for it.
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
         self._decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(
@@ -338,8 +340,13 @@ class Worker:
 
     def _next_bytes(self) -> bytes | memoryview:
         if not hasattr(os, "readv"):  # Windows
-            return os.read(self._wire_in, READ_BYTES)
-        return self._view[: os.readv(self._wire_in, [self._buffer])]
+            return os.read(self._wire_in, READ_BYTES_LARGE)
+        size = os.readv(self._wire_in, [self._buffer])
+        data = self._view[:size]
+        if size == READ_BYTES:
+            self._buffer = bytearray(READ_BYTES_LARGE)
+            self._view = memoryview(self._buffer)
+        return data
 
     def _take(self, message: wire.ToWorker) -> None:
         match message:
