@@ -8,8 +8,8 @@ import types
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from fastapi.testclient import TestClient
 from sqlalchemy import JSON, Column, create_engine, text
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
@@ -40,7 +40,7 @@ class Conversation(JarvisModel, table=True):
     agent_state: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
 
 
-def test_the_fastapi_example_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_fastapi_example_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = [code for code in PYTHON if "FastAPI(lifespan=lifespan)" in code]
     database = types.ModuleType("jarvis.database")
     database.Conversation = Conversation  # type: ignore[attr-defined]
@@ -56,11 +56,17 @@ def test_the_fastapi_example_runs_as_it_stands(tmp_path: Path, monkeypatch: pyte
     settings = f"PoolSettings(agent='echo', state_dir={str(tmp_path / 'state')!r})"
     module: dict[str, Any] = {"__name__": "jarvis.app"}
     exec(compile(source.replace("PoolSettings()", settings), "README.md", "exec"), module)
-    with TestClient(module["app"]) as client:
+    app = module["app"]
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://jarvis") as client,
+    ):
         for message in ("Hello", "/first"):
-            answer = client.post("/conversations/c/messages", params={"text": message})
+            answer = await client.post("/conversations/c/messages", params={"text": message})
             assert (answer.status_code, answer.json()) == (200, {"text": "Hello"})
-        assert client.post(f"/conversations/{'x' * 600}/messages", params={"text": "Hello"}).status_code == 500
+        answer = await client.post(f"/conversations/{'x' * 600}/messages", params={"text": "Hello"})
+        assert answer.status_code == 500
     with engine.begin() as connection:
         (title, state) = connection.execute(text("SELECT title, agent_state FROM conversation")).one()
     engine.dispose()
