@@ -59,6 +59,14 @@ def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
+def alive(pid: int) -> bool:
+    """Whether a process has that pid and has not ended; a zombie, which waits to be reaped, has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Fail if the test leaves a process or a descriptor behind. Asked of the operating system, not of the pool."""

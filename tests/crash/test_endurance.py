@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, children, descriptors, until
+from conftest import OpenPool, alive, children, descriptors, until
 
 AGENTS = str(Path(__file__).parent.parent / "integration" / "agents")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -193,7 +193,7 @@ async def test_a_forked_sibling_that_holds_the_pipes_does_not_keep_a_worker(open
         began = time.monotonic()
         assert await pool.stop("c") is not None
         assert time.monotonic() - began < 2
-        assert not psutil.pid_exists(row.pid or 0)
+        assert not alive(row.pid or 0)
         assert helper.is_alive()
         assert (await pool.send("c", "/count")).text == "2"
     finally:

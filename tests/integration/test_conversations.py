@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Obedient, OpenPool, until
+from conftest import Obedient, OpenPool, alive, until
 
 from hermes_pool import (
     AgentFailedError,
@@ -257,7 +257,7 @@ async def test_an_agent_deaf_to_a_cancel_is_replaced(open_pool: OpenPool, faulty
     with pytest.raises(asyncio.CancelledError):
         await sending
     assert (await pool.send("c", "/count")).text == "2"
-    assert not psutil.pid_exists(pid)
+    assert not alive(pid)
     assert (await pool.sessions())[0].restart_count == 0
 
 
@@ -327,7 +327,7 @@ async def test_stop_and_the_message_after_it(open_pool: OpenPool, obedient: Obed
     stopped = await pool.stop("c")
     assert stopped is not None
     assert (stopped.rung, stopped.exit.returncode) == ("closed", 0)
-    assert not psutil.pid_exists(pid)
+    assert not alive(pid)
     with pytest.raises(TurnCancelledError, match="stopped"):
         await running
     assert [row.state for row in await pool.sessions()] == ["stopped"]
@@ -343,7 +343,7 @@ async def test_stop_during_a_start(open_pool: OpenPool, obedient: Obedient) -> N
     await until(lambda: obedient.marks("opened"), "the start")
     pid = int(obedient.marks("opened")[0].split()[0])
     await pool.stop("c")
-    assert not psutil.pid_exists(pid)
+    assert not alive(pid)
     with pytest.raises(TurnCancelledError):
         await sending
     assert [row.state for row in await pool.sessions()] == ["stopped"]

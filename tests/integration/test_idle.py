@@ -4,8 +4,7 @@ import signal
 import sqlite3
 from pathlib import Path
 
-import psutil
-from conftest import Obedient, OpenPool, until
+from conftest import Obedient, OpenPool, alive, until
 from test_conversations import stored, the_pid
 
 
@@ -13,7 +12,7 @@ async def test_an_idle_worker_goes_after_its_metadata_is_saved_and_comes_back_in
     pool = await open_pool(idle_timeout_s=0.3)
     first = await pool.send("c", "remember me")
     pid = await the_pid(pool, "c")
-    await until(lambda: not psutil.pid_exists(pid), "the idle worker to go")
+    await until(lambda: not alive(pid), "the idle worker to go")
     row = stored(pool, "c")
     assert row["session_id"] == first.session_id
     assert row["status"] == "dormant"
@@ -35,7 +34,7 @@ async def test_a_silent_turn_is_not_idle(open_pool: OpenPool, obedient: Obedient
     for _ in range(2):
         await until(lambda: stored(pool, "other").get("status") == "dormant", "the idle one to go")
         await pool.send("other", "hi")
-    assert psutil.pid_exists(pid)
+    assert alive(pid)
     obedient.allow("go")
     assert (await sending).text == "wait go"
     assert await the_pid(pool, "c") == pid
@@ -65,12 +64,12 @@ async def test_a_worker_is_not_killed_before_it_is_saved(open_pool: OpenPool) ->
             return row.last_error is not None
 
         await until(save_failed, "a save to fail")
-        assert psutil.pid_exists(pid)
+        assert alive(pid)
         assert (await pool.send("c", "/first")).text == "remember me"
         lock.execute("ROLLBACK")
     finally:
         lock.close()
-    await until(lambda: not psutil.pid_exists(pid), "the idle worker to go, now that it can be saved")
+    await until(lambda: not alive(pid), "the idle worker to go, now that it can be saved")
     assert stored(pool, "c")["session_id"] == first.session_id
 
 

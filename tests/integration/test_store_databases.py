@@ -490,11 +490,11 @@ def hanging(tmp_path: Path) -> Iterator[tuple[sa.Engine, threading.Event]]:
 async def test_a_thread_that_hangs_holds_up_neither_its_caller_nor_close(hanging: tuple[sa.Engine, threading.Event]):
     engine, go_on = hanging
     store = ConversationStore(engine, create_rows=True, timeout_s=0.2)
-    threads = [thread for thread in threading.enumerate() if thread.name == "hermes-pool-store"]
+    threads = [thread for thread in threading.enumerate() if thread.name == "hermes-pool"]
     began = time.monotonic()
     results = await asyncio.gather(*(store.load(SessionKey(f"c{n}")) for n in range(9)), return_exceptions=True)
     assert all(isinstance(result, StoreError) for result in results)
-    ours = [thread for thread in threading.enumerate() if thread.name == "hermes-pool-store" and thread not in threads]
+    ours = [thread for thread in threading.enumerate() if thread.name == "hermes-pool" and thread not in threads]
     assert 0 < len(ours) <= 4
     await store.close()
     assert time.monotonic() - began < 2
@@ -514,7 +514,7 @@ async def test_a_write_whose_caller_gave_up_does_not_happen_later(store: Convers
     slow = ConversationStore(engine, create_rows=False, timeout_s=0.2)
     with pytest.raises(StoreError):
         await slow.save(KEY, SessionRecord(session_id="stale"))
-    threads = [thread for thread in threading.enumerate() if thread.name == "hermes-pool-store"]
+    threads = [thread for thread in threading.enumerate() if thread.name == "hermes-pool"]
     go_on.set()
     for thread in threads:
         await asyncio.to_thread(thread.join, 10)
@@ -700,7 +700,7 @@ def test_operations_run_on_other_threads_than_the_loops(tmp_path: Path):
     # Jarvis' default executor is full, and that is none of our business.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, go()).result(30)
-    assert seen == {"hermes-pool-store"}
+    assert seen == {"hermes-pool"}
     engine.dispose()
 
 

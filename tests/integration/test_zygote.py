@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, until
+from conftest import OpenPool, alive, until
 
 from hermes_pool import HermesSessionManager, WorkerCrashedError, health
 
@@ -120,10 +120,10 @@ async def test_a_changed_file_brings_a_new_zygote(open_pool: OpenPool, tmp_path:
 
     await until(renewed, "a new zygote")
     assert (await ask(pool, "a", "process"))["pid"] == first["pid"]
-    assert psutil.pid_exists(first["preloaded_by"])  # it still has children whose end it must report
+    assert alive(first["preloaded_by"])  # it still has children whose end it must report
     for name in "ab":
         await pool.stop(name)
-    await until(lambda: not psutil.pid_exists(first["preloaded_by"]), "the old zygote to leave with its last child")
+    await until(lambda: not alive(first["preloaded_by"]), "the old zygote to leave with its last child")
 
 
 async def test_what_workers_had_to_import_the_next_zygote_has(open_pool: OpenPool, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ async def test_a_spare_that_dies_is_replaced_and_a_stale_one_is_not_used(open_po
     second = await until(another, "another spare")
     watched.write_text("changed")
     assert (await ask(pool, "a", "process"))["pid"] not in (first, second)
-    await until(lambda: not psutil.pid_exists(second), "the stale spare to go")
+    await until(lambda: not alive(second), "the stale spare to go")
 
 
 async def test_no_spares_while_memory_is_short(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
