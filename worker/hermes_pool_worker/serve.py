@@ -125,11 +125,11 @@ def give_back_memory() -> None:
 
 def leave_orphaned() -> NoReturn:
     """End a process whose supervisor is gone, and with it all that its agent's tools have left running."""
-    marker = os.environ.get("HERMES_POOL_WORKER")
-    if marker and sys.platform == "linux":
+    if sys.platform == "linux":
         from hermes_pool_worker import kin  # noqa: PLC0415 - seldom needed
 
-        kin.end_marked(marker)
+        if marker := os.environ.get(kin.MARKER_VARIABLE):
+            kin.end_marked(marker)
     stdio.leave(EXIT_OK)
 
 
