@@ -273,10 +273,9 @@ def test_every_direct_dependency_is_pinned_within_its_range():
 
 
 def test_what_both_sides_say_is_the_same_though_they_share_no_module():
+    from hermes_pool import health, link
     from hermes_pool_worker import __main__ as program
     from hermes_pool_worker import kin, serve
-
-    from hermes_pool import health, link
 
     assert health.MARKER_VARIABLE == kin.MARKER_VARIABLE
     assert link.EXIT_UNUSABLE == serve.EXIT_UNUSABLE == program.EXIT_UNUSABLE
