@@ -356,3 +356,19 @@ def test_ctrl_c_twice_leaves_in_the_middle_of_a_turn(screen, environment) -> Non
     assert chat.end() == 130
     with pytest.raises(AssertionError, match="before the end"):
         chat.wait_for("Traceback")
+
+
+def test_chat_with_the_real_hermes_and_a_scripted_model_needs_nothing(tmp_path: Path) -> None:
+    chat = subprocess.run(
+        [sys.executable, "-m", "hermes_pool", "chat", "--scripted"],
+        input="My name is Ada\nWhat is my name?\n",
+        env={**os.environ, "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert chat.returncode == 0, chat.stderr
+    assert chat.stdout.splitlines()[-1] == "(scripted) Your name is Ada."
+    assert "SCRIPTED" in chat.stderr
+    assert not (tmp_path / ".hermes").exists()
