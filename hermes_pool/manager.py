@@ -53,6 +53,7 @@ class HermesSessionManager:
         self._save_wanted = asyncio.Event()
         self._room: list[asyncio.Future[None]] = []
         self._open: Literal["new", "open", "closed"] = "new"
+        self._closing: asyncio.Task[dict[SessionKey, Stopped]] | None = None
         self._log = logger()
 
     # --- opening and closing ---
@@ -97,16 +98,15 @@ class HermesSessionManager:
         await self.close()
 
     async def close(self) -> dict[SessionKey, Stopped]:
-        """Save all, stop all workers, in parallel and bounded; return what it took. Safe to call twice.
+        """Save all, stop all workers, in parallel and bounded; return what it took.
 
         Running turns end with ``TurnCancelledError``, callers in line with ``PoolClosedError``. Cancelling the caller
-        does not cancel the closing.
+        does not cancel the closing, and each further call waits for the same closing.
         """
-        if self._open != "open":
-            self._open = "closed"
-            return {}
+        if self._open == "open":
+            self._closing = asyncio.get_running_loop().create_task(self._close())
         self._open = "closed"
-        return await asyncio.shield(asyncio.ensure_future(self._close()))
+        return {} if self._closing is None else await asyncio.shield(self._closing)
 
     async def _close(self) -> dict[SessionKey, Stopped]:
         sessions = list(self._sessions.values())
