@@ -101,12 +101,16 @@ class HermesSessionManager:
         """Save all, stop all workers, in parallel and bounded; return what it took.
 
         Running turns end with ``TurnCancelledError``, callers in line with ``PoolClosedError``. Cancelling the caller
-        does not cancel the closing, and each further call waits for the same closing.
+        does not cancel the closing. A further call waits for the same closing, and returns nothing: it took nothing.
         """
         if self._open == "open":
+            self._open = "closed"
             self._closing = asyncio.get_running_loop().create_task(self._close())
+            return await asyncio.shield(self._closing)
         self._open = "closed"
-        return {} if self._closing is None else await asyncio.shield(self._closing)
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+        return {}
 
     async def _close(self) -> dict[SessionKey, Stopped]:
         sessions = list(self._sessions.values())

@@ -359,21 +359,30 @@ async def test_closing_ends_everything_in_order(open_pool: OpenPool, obedient: O
     await until(lambda: "wait never" in obedient.marks("begun"), "the turn to run")
     in_line = asyncio.create_task(pool.send("a", "in line"))
     await asyncio.sleep(0)
-    first = asyncio.create_task(pool.close())
-    await asyncio.sleep(0)
-    first.cancel()  # who gives up waiting does not give up the closing, and the next call waits for it
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    ends = await pool.close()
-    again = await pool.close()
+    ends, again = await asyncio.gather(pool.close(), pool.close())
     assert {key.conversation_id: end.rung for key, end in ends.items()} == dict.fromkeys("abc", "closed")
-    assert again == ends
+    assert again == {}
     outcomes = await asyncio.gather(running, in_line, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [TurnCancelledError, PoolClosedError]
     with pytest.raises(PoolClosedError):
         await pool.send("a", "too late")
     assert {stored(pool, name)["status"] for name in "abc"} == {"dormant"}
     assert "in line" not in obedient.marks("begun")
+
+
+async def test_a_close_whose_caller_gave_up_goes_on_and_the_next_waits_for_it(open_pool: OpenPool) -> None:
+    pool = await open_pool()
+    await pool.send("c", "hi")
+    pid = await the_pid(pool, "c")
+    first = asyncio.create_task(pool.close())
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert alive(pid)
+    assert await pool.close() == {}
+    assert not alive(pid)
+    assert stored(pool, "c")["status"] == "dormant"
 
 
 @pytest.mark.parametrize("launcher", ["auto", "spawn"])
