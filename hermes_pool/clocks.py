@@ -31,6 +31,10 @@ class TurnClocks:
         if self._timer is None:
             self._ring_at(turn)
 
+    def rest(self) -> None:
+        """Watch no turn for now. The timer goes on: a further turn may need it soon."""
+        self._turn = None
+
     def stop(self) -> None:
         """Watch nothing."""
         self._turn = None

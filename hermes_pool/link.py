@@ -7,6 +7,7 @@ death is told once, with everything that is known of it. It knows messages and n
 import asyncio
 import contextlib
 import errno
+import functools
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -135,7 +136,7 @@ class WorkerLink:
         self.opened: wire.Opened | None = None
         self.death: Death | None = None
         """Set when it is over."""
-        self._encoder = wire.FrameEncoder(wire.worker_takes(frame_bytes_max))
+        self._encoder = _encoder_for(frame_bytes_max)
         self._on_imported = on_imported
         loop = asyncio.get_running_loop()
         self._decoder: wire.FrameDecoder[Any] = wire.FrameDecoder(wire.FromWorker, frame_bytes_max)
@@ -352,6 +353,12 @@ class WorkerLink:
             async with asyncio.timeout(seconds):
                 await self._dead.wait()
         return self._dead.is_set()
+
+
+@functools.cache
+def _encoder_for(frame_bytes_max: int) -> wire.FrameEncoder:
+    """Return one for all links of a kind: a frame is with the pipe, or copied, before the next one is made."""
+    return wire.FrameEncoder(wire.worker_takes(frame_bytes_max))
 
 
 def kill_strays(marker: str) -> tuple[int, ...]:

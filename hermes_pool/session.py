@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from time import time
 from typing import Any, Literal
 
 from hermes_pool import lifecycle
@@ -80,7 +81,7 @@ class Session:
         self.incarnation = 0
         self.turns = 0
         self.last_error: str | None = None
-        self.last_used_at: datetime | None = None
+        self.last_used_at: float | None = None
         self.waiting = 0
         self.unsaved = False
         self.saved_session_id: str | None = None
@@ -249,7 +250,10 @@ class Session:
     async def begin(self, turn: Turn) -> None:
         """Wait in line, see that a worker is ready, and hand the turn over."""
         self._refuse_if_too_large(turn)  # and not after it has waited
-        await self._take_lock()
+        if self._lock.locked():
+            await self._wait_in_line()
+        else:
+            await self._lock.acquire()
         try:
             if self.state is not State.IDLE or self.closed:
                 await self._idle_worker(turn)
@@ -288,11 +292,8 @@ class Session:
 
     # --- waiting in line ---
 
-    async def _take_lock(self) -> None:
+    async def _wait_in_line(self) -> None:
         settings = self._settings
-        if not self._lock.locked():
-            await self._lock.acquire()
-            return
         if settings.busy == "reject":
             raise ConversationBusyError("another message is being answered", conversation_id=self._id)
         if self.waiting >= settings.turns_waiting_max:
@@ -446,6 +447,8 @@ class Session:
                 self.session_id, self.committed = message.session_id, message.committed
                 self._settle(turn, self._done(turn, message))
                 return
+            case wire.TextDelta():  # so early, for there may be thousands
+                pass
             case wire.TurnFailed():
                 self.session_id = message.session_id or self.session_id
                 self.committed = message.committed or self.committed
@@ -469,21 +472,32 @@ class Session:
     def _done(self, turn: Turn, message: wire.TurnDone) -> Reply | HermesPoolError:
         if message.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
             return turn.ending
-        notice = " ".join(filter(None, (self._notice, message.notice))) or None
-        self._notice = None
+        notice = message.notice
+        if self._notice is not None:
+            notice = self._notice if notice is None else f"{self._notice} {notice}"
+            self._notice = None
         self.turns += 1
         self.last_error = None
-        return self._reply(turn, message.text, outcome=message.outcome, usage=message.usage, notice=notice)
+        return self._reply(turn, message.text, message.outcome, message.usage, notice)
 
-    def _reply(self, turn: Turn, text: str, **more: Any) -> Reply:
+    def _reply(
+        self,
+        turn: Turn,
+        text: str,
+        outcome: Literal["completed", "interrupted", "partial"] = "completed",
+        usage: dict[str, int] | None = None,
+        notice: str | None = None,
+    ) -> Reply:
         return Reply(
             text=text,
-            conversation_id=self._id,
+            conversation_id=self.key.conversation_id,
             session_id=self.session_id,
             turn_id=turn.turn_id,
+            outcome=outcome,
             restarts=turn.deaths,
+            usage=usage or {},
+            notice=notice,
             duration_s=self._loop.time() - turn.began_at if turn.began_at else 0.0,
-            **more,
         )
 
     def _ended_early(self, turn: Turn) -> Reply | HermesPoolError:
@@ -494,17 +508,19 @@ class Session:
     def _settle(self, turn: Turn, outcome: Reply | HermesPoolError) -> None:
         """End the running turn: the conversation is free from here on."""
         self._turn = None
+        self._clocks.rest()
         self._idle_since = self._loop.time()
-        self.last_used_at = datetime.now(UTC)
-        if isinstance(outcome, HermesPoolError):
+        self.last_used_at = time()
+        if type(outcome) is not Reply:
             self.last_error = str(outcome)
             self._log.info("turn_failed", turn_id=turn.turn_id, error=type(outcome).__name__)
-        if self.state in (State.BUSY, State.STOPPING):
+        if self.state is State.BUSY or self.state is State.STOPPING:
             self._became(Event.TURN_ENDED)
         if turn.lags and self._link is not None:
             self._link.resume_reading()
         turn.settle(outcome)
-        self._save_soon()
+        if not self.unsaved or self._save_error is not None or self.saved_session_id != self.session_id:
+            self._save_soon()
         self._lock.release()
 
     def link_said(self, line: str) -> None:
@@ -634,10 +650,11 @@ class Session:
         """Make a transition and announce it; the facts go into the log."""
         before = self.state
         self.state = lifecycle.after(before, event)
-        if event is not Event.TURN_BEGUN and event is not Event.TURN_ENDED:
+        if event is Event.TURN_BEGUN or event is Event.TURN_ENDED:
+            if self._tells_details:
+                self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
+        else:
             self._log.info(event.value, state=self.state.value, before=before.value, **facts)
-        elif self._tells_details:
-            self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
         self._around.changed(self)
 
     @property
@@ -653,5 +670,5 @@ async def _sweep_up(marker: str) -> None:
         await in_thread(partial(kill_strays, marker))
 
 
-def _iso(moment: datetime | None) -> str | None:
-    return None if moment is None else moment.isoformat(timespec="milliseconds")
+def _iso(moment: float | None) -> str | None:
+    return None if moment is None else datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds")

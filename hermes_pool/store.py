@@ -37,7 +37,9 @@ T = TypeVar("T")
 SCHEMA = 1
 """The layout of what is stored. A record with a higher number is neither read nor overwritten."""
 
-_AT_ONCE = 4  # operations of one store that run at the same time; the others wait in line
+_AT_ONCE = {"postgresql": 4, "sqlite": 2}
+"""Operations of one store that run at the same time; the others wait in line. SQLite has one writer, and each further
+thread would only compete with the event loop for the interpreter's lock."""
 _DATABASE_SHARE = 0.9  # of the time limit: the database should give up first, since it can say why
 
 
@@ -134,7 +136,9 @@ class ConversationStore:
         self._sql = _sql_for(dialect, self._id, _column_of(model, state_column))
         self._create_rows = create_rows
         self._timeout_s = timeout_s
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._at_once = _AT_ONCE[dialect.name]
+        self._slots = asyncio.Semaphore(self._at_once)
+        self._texts: dict[str, Any] = {}
         self._making = threading.Lock()
         self._closed = False
 
@@ -214,7 +218,7 @@ class ConversationStore:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeout_s):
-                    while taken < _AT_ONCE:
+                    while taken < self._at_once:
                         await self._slots.acquire()
                         taken += 1
             if self._own_url is not None and isinstance(self._engine, sa.Engine):
@@ -293,7 +297,10 @@ class ConversationStore:
             self._making.release()
 
     def _text(self, sql: str) -> Any:
-        return sa.text(sql).bindparams(sa.bindparam("id", type_=self._id.type))
+        text = self._texts.get(sql)
+        if text is None:
+            text = self._texts[sql] = sa.text(sql).bindparams(sa.bindparam("id", type_=self._id.type))
+        return text
 
     def _parameters(self, key: SessionKey) -> dict[str, Any]:
         leaf = path(key.user_id)[-1]
@@ -389,7 +396,8 @@ def _usable_url(url: str | sa.URL) -> sa.URL:
 
 def _made_engine(url: sa.URL, timeout_s: float) -> sa.Engine:
     """Make the engine, and what is missing of file, folder and table."""
-    if url.get_backend_name() == "sqlite":
+    backend = url.get_backend_name()
+    if backend == "sqlite":
         Path(str(url.database)).absolute().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         options: dict[str, Any] = {"timeout": timeout_s * _DATABASE_SHARE}
     else:
@@ -397,10 +405,17 @@ def _made_engine(url: sa.URL, timeout_s: float) -> sa.Engine:
         if "tcp_user_timeout" not in url.query:
             options["tcp_user_timeout"] = int(timeout_s * 1000)  # else a peer that is gone is waited for for minutes
     engine = sa.create_engine(
-        url, connect_args=options, pool_size=_AT_ONCE, max_overflow=0, pool_timeout=timeout_s, pool_pre_ping=True
+        url,
+        connect_args=options,
+        pool_size=_AT_ONCE[backend],
+        max_overflow=0,
+        pool_timeout=timeout_s,
+        pool_pre_ping=backend != "sqlite",  # a file does not hang up
     )
     try:
-        if engine.dialect.name == "sqlite":
+        if backend == "sqlite":
+            limit_ms = options["timeout"] * 1000
+            sa.event.listen(engine, "connect", lambda _, record: record.info.update({_LIMIT_MS: limit_ms}))
             # Readers and the writer do not wait for each other then. It lasts, so who fails now need not care.
             with contextlib.suppress(DBAPIError), engine.connect() as connection:
                 connection.exec_driver_sql("PRAGMA journal_mode=WAL")
@@ -428,6 +443,11 @@ def _in_transaction(connection: sa.Connection, work: Callable[[sa.Connection], T
         return result
 
 
+_NEARLY = 0.9
+_LIMIT_MS = "hermes_pool_limit_ms"
+"""Where a connection of the store's own engine (SQLite) keeps the time limit that it was made with."""
+
+
 @contextlib.contextmanager
 def _limited(connection: sa.Connection, limit_ms: int) -> Any:
     """Make the database give up after ``limit_ms``, here and on no later use of the connection."""
@@ -437,6 +457,9 @@ def _limited(connection: sa.Connection, limit_ms: int) -> Any:
             {"limit": f"{limit_ms}ms"},
         )
         yield
+        return
+    if limit_ms >= _NEARLY * connection.info.get(_LIMIT_MS, math.inf):
+        yield  # it has about this limit from the start
         return
     before = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
     connection.exec_driver_sql(f"PRAGMA busy_timeout={limit_ms}")

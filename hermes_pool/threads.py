@@ -2,19 +2,23 @@
 
 import asyncio
 import contextlib
+import queue
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
+KEPT_S = 1.0
+"""How long a thread waits for further work before it ends: to start one takes 0.1 ms, and much more in a busy process,
+since whoever starts it waits for the interpreter's lock until it runs."""
+
 
 async def in_thread(work: Callable[[], T], done: Callable[[], None] = lambda: None) -> T:
     """Return what ``work`` returns, and call ``done`` on the loop when it has really ended.
 
-    A daemon thread, and none of an executor: the interpreter waits for those at its end, for ever if a database hangs,
-    and the host's own work cannot keep ours waiting. One for each call costs some 0.1 ms, and none is left over.
-    ``OSError`` where no thread can be started.
+    Daemon threads, and none of an executor: the interpreter waits for those at its end, for ever if a database hangs,
+    and the host's own work cannot keep ours waiting. ``OSError`` where no thread can be started.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -37,8 +41,36 @@ async def in_thread(work: Callable[[], T], done: Callable[[], None] = lambda: No
             loop.call_soon_threadsafe(finish, outcome)
 
     try:
-        threading.Thread(target=run, name="hermes-pool", daemon=True).start()
+        _hand_over(run)
     except RuntimeError as error:
         done()
         raise OSError("no thread could be started") from error
     return await future
+
+
+_Inbox = queue.SimpleQueue[Callable[[], None]]
+_resting: list[_Inbox] = []
+"""The inboxes of the threads that wait for work, the latest last. Each is in here once, and taken out by one side."""
+
+
+def _hand_over(run: Callable[[], None]) -> None:
+    try:
+        _resting.pop().put(run)
+    except IndexError:
+        threading.Thread(target=_work, args=(run, queue.SimpleQueue()), name="hermes-pool", daemon=True).start()
+
+
+def _work(run: Callable[[], None], inbox: _Inbox) -> None:
+    while True:
+        run()
+        del run  # it may hold much
+        _resting.append(inbox)
+        try:
+            run = inbox.get(timeout=KEPT_S)
+        except queue.Empty:
+            try:
+                _resting.remove(inbox)
+            except ValueError:  # somebody has taken it at this moment, and is about to put work in
+                run = inbox.get()
+            else:
+                return

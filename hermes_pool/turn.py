@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, cast
 
 import msgspec
 
@@ -64,6 +64,11 @@ class Turn:
     ``attempt`` than the ones before, the worker has died and another one begins the reply anew.
     """
 
+    __slots__ = (
+        "_events", "_events_waiting_max", "_host", "_waiters", "attempt", "began_at", "deaths", "ending", "heard_at",
+        "lags", "outcome", "questions_open", "streams", "text", "tools_open", "tools_started", "turn_id",
+    )  # fmt: skip
+
     def __init__(
         self, host: TurnHost, turn_id: str, text: str, *, events_waiting_max: int, streams: bool = True
     ) -> None:
@@ -86,7 +91,7 @@ class Turn:
         self._host = host
         self._events: deque[wire.Event] | None = deque() if streams else None
         self._events_waiting_max = events_waiting_max
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: tuple[asyncio.Future[None], ...] = ()
         self.lags = False
         """Whether more events wait than allowed: the worker is not read until they are consumed."""
 
@@ -128,9 +133,9 @@ class Turn:
             self._consumed()
         while self.outcome is None:
             await self._change()
-        if isinstance(self.outcome, HermesPoolError):
-            raise self.outcome
-        return self.outcome
+        if type(self.outcome) is Reply:
+            return self.outcome
+        raise cast("HermesPoolError", self.outcome)
 
     async def cancel(self) -> Reply | None:
         """End the turn and wait until it has: the reply so far, or ``None`` if there was none to have.
@@ -161,7 +166,8 @@ class Turn:
         """End the turn; only the first call counts."""
         if self.outcome is None:
             self.outcome = outcome
-            self._wake()
+            if self._waiters:
+                self._wake()
 
     def _consumed(self) -> None:
         if self.lags and (self._events is None or len(self._events) <= self._events_waiting_max // 2):
@@ -171,11 +177,11 @@ class Turn:
     def _change(self) -> "asyncio.Future[None]":
         """Return what is done at the next change. One that nobody awaits any more is forgotten with that change."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        self._waiters = (*self._waiters, waiter)
         return waiter
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
+        waiters, self._waiters = self._waiters, ()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from conftest import until
 from databases import Database, database, postgres_server, postgres_url  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -476,6 +477,10 @@ async def test_a_lock_that_outlasts_the_limit_is_an_error_in_time(store: Convers
 # --- a database that hangs, or is not there ---
 
 
+def our_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hermes-pool"]
+
+
 @pytest.fixture
 def hanging(tmp_path: Path) -> Iterator[tuple[sa.Engine, threading.Event]]:
     """Yield an engine whose statements wait for an event, for 30 s at most."""
@@ -490,11 +495,11 @@ def hanging(tmp_path: Path) -> Iterator[tuple[sa.Engine, threading.Event]]:
 async def test_a_thread_that_hangs_holds_up_neither_its_caller_nor_close(hanging: tuple[sa.Engine, threading.Event]):
     engine, go_on = hanging
     store = ConversationStore(engine, create_rows=True, timeout_s=0.2)
-    threads = [thread for thread in threading.enumerate() if thread.name == "hermes-pool"]
+    await until(lambda: not our_threads(), "the threads of earlier tests have ended")
     began = time.monotonic()
     results = await asyncio.gather(*(store.load(SessionKey(f"c{n}")) for n in range(9)), return_exceptions=True)
     assert all(isinstance(result, StoreError) for result in results)
-    ours = [thread for thread in threading.enumerate() if thread.name == "hermes-pool" and thread not in threads]
+    ours = our_threads()
     assert 0 < len(ours) <= 4
     await store.close()
     assert time.monotonic() - began < 2
@@ -514,7 +519,7 @@ async def test_a_write_whose_caller_gave_up_does_not_happen_later(store: Convers
     slow = ConversationStore(engine, create_rows=False, timeout_s=0.2)
     with pytest.raises(StoreError):
         await slow.save(KEY, SessionRecord(session_id="stale"))
-    threads = [thread for thread in threading.enumerate() if thread.name == "hermes-pool"]
+    threads = our_threads()
     go_on.set()
     for thread in threads:
         await asyncio.to_thread(thread.join, 10)

@@ -19,70 +19,71 @@ class EchoAgent:
 
     def __init__(self) -> None:
         self._session_id = ""
-        self._texts: list[str] = []
+        self._first: str | None = None
+        self._count = 0
         self._file: Path | None = None
 
     def open(self, request: Open) -> Opened:
         """Begin a session, or read the file of the one that is asked for."""
-        notice = None
+        notice = recovered = None
         self._session_id = request.session_id or f"echo-{uuid.uuid4().hex[:16]}"
         if request.data_dir is not None and request.options.get("durable", True):
             folder = Path(request.data_dir)
             folder.mkdir(parents=True, exist_ok=True)
             self._file = folder / f"{self._session_id}.jsonl"
             if self._file.exists():
-                self._read(self._file)
+                recovered = self._settle(self._read(self._file), request)
             elif request.session_id:
                 notice = f"the session {request.session_id} is not known here; it begins anew, without its context"
         return Opened(
             self._session_id,
-            resumed=bool(self._texts),
-            committed=self._mark(),
-            recovered=self._settle(request),
+            resumed=self._count > 0,
+            committed=str(self._count),
+            recovered=recovered,
             notice=notice,
         )
 
-    def _read(self, file: Path) -> None:
+    def _read(self, file: Path) -> str | None:
+        """Take up what is in the file; return its last text."""
         whole, _, torn = file.read_bytes().rpartition(b"\n")
-        self._texts = [msgspec.json.decode(line, type=str) for line in whole.splitlines()]
+        lines = whole.splitlines()
+        self._count = len(lines)
         if torn:  # its writer was killed in the middle of a line
-            self._write(file)
+            file.write_bytes(b"".join(line + b"\n" for line in lines))
+        if not lines:
+            return None
+        self._first = msgspec.json.decode(lines[0], type=str)
+        return msgspec.json.decode(lines[-1], type=str)
 
-    def _settle(self, request: Open) -> str | None:
+    def _settle(self, last: str | None, request: Open) -> str | None:
         """Return the reply of the unfinished turn, if it is in the history after all."""
-        beyond = len(self._texts) - int(request.committed or 0)
-        if request.unfinished is not None and beyond > 0 and self._texts[-1] == request.unfinished.text:
-            return self._reply_to_last()
+        beyond = self._count - int(request.committed or 0)
+        if request.unfinished is not None and beyond > 0 and last == request.unfinished.text:
+            return self._reply_to(last)
         return None
 
     def turn(self, text: str, turn: RunningTurn) -> Outcome:
         """Say it again."""
-        self._texts.append(text)
-        reply = self._reply_to_last()
+        if self._first is None:
+            self._first = text
+        self._count += 1
+        reply = self._reply_to(text)
         turn.text(reply)
         if self._file is not None:
             try:
                 with self._file.open("ab") as file:
                     file.write(_encode(text) + b"\n")
             except OSError as error:
-                self._texts.pop()
+                self._count -= 1
+                if not self._count:
+                    self._first = None
                 raise AgentError("history", f"the history could not be written: {error}") from error
-        return Outcome(reply, committed=self._mark())
+        return Outcome(reply, committed=str(self._count))
 
-    def _reply_to_last(self) -> str:
-        match self._texts[-1]:
-            case "/first":
-                return self._texts[0]
-            case "/count":
-                return str(len(self._texts))
-            case text:
-                return text
-
-    def _mark(self) -> str:
-        return str(len(self._texts))
-
-    def _write(self, file: Path) -> None:
-        file.write_bytes(b"".join(_encode(text) + b"\n" for text in self._texts))
+    def _reply_to(self, text: str) -> str:
+        if text == "/first":
+            return self._first or ""
+        return str(self._count) if text == "/count" else text
 
     def interrupt(self) -> None:
         """Nothing to do: a turn is over before it could be interrupted."""

@@ -11,6 +11,8 @@ Text crosses as UTF-8. Half a surrogate pair, which Python strings can hold and 
 same rule in both directions.
 """
 
+import functools
+import struct
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -329,7 +331,8 @@ def worker_takes(frame_bytes_max: int) -> int:
 KEPT_BYTES_MAX: Final = 4 * 1024 * 1024
 """A larger buffer is not kept for the next frame."""
 
-_encoder = msgspec.msgpack.Encoder()
+_encode_into = msgspec.msgpack.Encoder().encode_into
+_write_header = struct.Struct(">I").pack_into
 T = TypeVar("T")
 
 
@@ -344,15 +347,15 @@ class FrameEncoder:
         """Return the frame of ``message``, valid until the next call; ``FrameTooLargeError`` when it is too large."""
         frame = self._frame
         try:
-            _encoder.encode_into(message, frame, HEADER_BYTES)
+            _encode_into(message, frame, HEADER_BYTES)
         except UnicodeEncodeError:
-            _encoder.encode_into(scrub(msgspec.to_builtins(message)), frame, HEADER_BYTES)
+            _encode_into(scrub(msgspec.to_builtins(message)), frame, HEADER_BYTES)
         size = len(frame) - HEADER_BYTES
         if size > KEPT_BYTES_MAX:
             self._frame = bytearray(HEADER_BYTES)
         if size > self._limit:
             raise FrameTooLargeError(size, self._limit)
-        frame[:HEADER_BYTES] = size.to_bytes(HEADER_BYTES, "big")
+        _write_header(frame, 0, size)
         return frame
 
 
@@ -382,7 +385,7 @@ class FrameDecoder(Generic[T]):
     """
 
     def __init__(self, message_type: Any, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
-        self._decode = msgspec.msgpack.Decoder(message_type).decode
+        self._decode = _decoder_for(message_type)
         self._limit = frame_bytes_max
         self._buffer = bytearray()
         self.failed: WireError | None = None
@@ -401,6 +404,14 @@ class FrameDecoder(Generic[T]):
         if self.failed is not None:
             return messages
         buffer = self._buffer
+        if not buffer and len(data) - HEADER_BYTES == int.from_bytes(data[:HEADER_BYTES], "big") <= self._limit:
+            # Exactly one whole frame, as nearly always: the short way.
+            try:
+                with memoryview(data) as view:
+                    messages.append(self._decode(view[HEADER_BYTES:]))
+            except _UNDECODABLE as error:
+                self.failed = _no_message(error)
+            return messages
         if buffer:
             buffer += data
             data = buffer
@@ -418,8 +429,8 @@ class FrameDecoder(Generic[T]):
                     start = body + size
             except FrameTooLargeError as error:
                 self.failed = error
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                self.failed = WireError(f"bytes that are no message of protocol {PROTOCOL}: {error}")
+            except _UNDECODABLE as error:
+                self.failed = _no_message(error)
             if not buffer and start < have and self.failed is None:
                 buffer += view[start:]
                 start = 0
@@ -428,3 +439,15 @@ class FrameDecoder(Generic[T]):
         elif start and buffer:
             del buffer[:start]
         return messages
+
+
+@functools.cache
+def _decoder_for(message_type: Any) -> Any:
+    return msgspec.msgpack.Decoder(message_type).decode
+
+
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _no_message(error: Exception) -> WireError:
+    return WireError(f"bytes that are no message of protocol {PROTOCOL}: {error}")
