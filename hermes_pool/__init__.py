@@ -7,16 +7,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hermes_pool.admission import Drained
     from hermes_pool.errors import (
         AgentFailedError,
         ConversationBusyError,
         HermesPoolError,
         InvalidKeyError,
         InvalidMessageError,
+        MessageQuarantinedError,
         MessageTooLargeError,
         NoCapacityError,
         PoolClosedError,
+        PoolDrainingError,
         PoolFullError,
+        PoolPausedError,
+        PoolUnavailableError,
+        PoolUnusableError,
+        RestartBackoffError,
         SettingsError,
         StateNotWritableError,
         StoreError,
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     from hermes_pool.link import Stopped
     from hermes_pool.manager import HermesSessionManager
     from hermes_pool.settings import PoolSettings, SessionKey
-    from hermes_pool.snapshot import SessionSnapshot
+    from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
     from hermes_pool.store import Conversation, ConversationStore
     from hermes_pool.turn import Reply, Turn
     from hermes_pool_worker.wire import (
@@ -50,18 +57,26 @@ _HOME = {
     "Conversation": "hermes_pool.store",
     "ConversationBusyError": "hermes_pool.errors",
     "ConversationStore": "hermes_pool.store",
+    "Drained": "hermes_pool.admission",
     "HermesPoolError": "hermes_pool.errors",
     "HermesSessionManager": "hermes_pool.manager",
     "InvalidKeyError": "hermes_pool.errors",
     "InvalidMessageError": "hermes_pool.errors",
+    "MessageQuarantinedError": "hermes_pool.errors",
     "MessageTooLargeError": "hermes_pool.errors",
     "NoCapacityError": "hermes_pool.errors",
     "PoolClosedError": "hermes_pool.errors",
+    "PoolDrainingError": "hermes_pool.errors",
     "PoolFullError": "hermes_pool.errors",
+    "PoolPausedError": "hermes_pool.errors",
     "PoolSettings": "hermes_pool.settings",
+    "PoolSnapshot": "hermes_pool.snapshot",
+    "PoolUnavailableError": "hermes_pool.errors",
+    "PoolUnusableError": "hermes_pool.errors",
     "Question": "hermes_pool_worker.wire",
     "ReasoningDelta": "hermes_pool_worker.wire",
     "Reply": "hermes_pool.turn",
+    "RestartBackoffError": "hermes_pool.errors",
     "SessionKey": "hermes_pool.settings",
     "SessionMoved": "hermes_pool_worker.wire",
     "SessionSnapshot": "hermes_pool.snapshot",
@@ -90,18 +105,26 @@ __all__ = [
     "Conversation",
     "ConversationBusyError",
     "ConversationStore",
+    "Drained",
     "HermesPoolError",
     "HermesSessionManager",
     "InvalidKeyError",
     "InvalidMessageError",
+    "MessageQuarantinedError",
     "MessageTooLargeError",
     "NoCapacityError",
     "PoolClosedError",
+    "PoolDrainingError",
     "PoolFullError",
+    "PoolPausedError",
     "PoolSettings",
+    "PoolSnapshot",
+    "PoolUnavailableError",
+    "PoolUnusableError",
     "Question",
     "ReasoningDelta",
     "Reply",
+    "RestartBackoffError",
     "SessionKey",
     "SessionMoved",
     "SessionSnapshot",

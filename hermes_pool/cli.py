@@ -28,7 +28,7 @@ import typer
 from hermes_pool import control
 from hermes_pool.errors import HermesPoolError, SettingsError
 from hermes_pool.settings import PoolSettings
-from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool_worker import wire
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 VARIABLE_PREFIX: Final = "HERMES_POOL_"
 STOP_TIMEOUT_S: Final = 60.0
 """How long ``stop`` waits; a worker is given its graces before it is killed."""
+DRAIN_DEADLINE_S: Final = 60.0
+"""How long ``drain`` lets turns go on, when nothing else is said."""
 STORE_TIMEOUT_S: Final = 5.0
 """How long ``ps`` waits for the database."""
 
@@ -86,11 +88,16 @@ def ps(
     """Show the sessions, as the running supervisors see them, or as stored when none runs.
 
     Exit status 1 when a supervisor runs and does not answer. With --json: {"source": "supervisor" or "stored",
-    "supervisors": [{"pid", "version", "started_at", "problem"}], "sessions": [...]}; a session has the fields of
-    SessionSnapshot, times in seconds and memory in bytes, and null for what cannot be known.
+    "supervisors": [{"pid", "version", "started_at", "problem", "pool"}], "sessions": [...]}; a session has the fields
+    of SessionSnapshot, a pool those of PoolSnapshot ("condition", "workers", "workers_max", "waiting", ...), times in
+    seconds and memory in bytes, and null for what cannot be known.
     """
     with _errors_told():
         view = look(settings_from(os.environ, state_dir=state_dir), everything=everything)
+        if not as_json:
+            for supervisor in view.supervisors:
+                if supervisor.pool is not None:  # not into the table, which is read by programs, too
+                    typer.echo(f"supervisor {supervisor.pid} is {headline(supervisor.pool)}", err=True)
         if as_json:
             typer.echo(json.dumps(view.as_object(), indent=2))
         elif view.sessions:
@@ -129,6 +136,57 @@ def stop(
             if answer.response is None:
                 raise HermesPoolError(f"supervisor {answer.supervisor_pid} {answer.problem}")
         typer.echo("stopped")
+
+
+Deadline = Annotated[float, typer.Option("--deadline", min=0.0, help="How long turns that run may go on, in seconds.")]
+
+
+@app.command()
+def pause(deadline: Deadline = 0.0, state_dir: StateDir = None) -> None:
+    """Begin no more turns: messages wait. Turns that run go on; --deadline says how long to wait for their end."""
+    _steer(state_dir, control.Pause(deadline), deadline)
+
+
+@app.command()
+def resume(state_dir: StateDir = None) -> None:
+    """Begin turns again, after pause or drain."""
+    _steer(state_dir, control.Resume())
+
+
+@app.command()
+def drain(deadline: Deadline = DRAIN_DEADLINE_S, state_dir: StateDir = None) -> None:
+    """Finish the messages that are there, refuse new ones, and end at the deadline what is left."""
+    _steer(state_dir, control.Drain(deadline), deadline)
+
+
+@app.command()
+def resize(
+    workers_max: Annotated[int, typer.Argument(min=1, help="Most workers at once.")], state_dir: StateDir = None
+) -> None:
+    """Change the number of workers that are allowed. Where there are more, idle ones go; no turn is ended."""
+    _steer(state_dir, control.Resize(workers_max))
+
+
+def _steer(state_dir: Path | None, request: control.Request, deadline_s: float = 0.0) -> None:
+    """Have every supervisor of ``state_dir`` do something; print what each did. Exit status 1 if one did not."""
+    with _errors_told():
+        settings = settings_from(os.environ, state_dir=state_dir)
+        answers = control.query(settings.state_dir, request, deadline_s + STOP_TIMEOUT_S)
+        if not answers:
+            raise HermesPoolError(f"no supervisor runs in {settings.state_dir}")
+        failed = False
+        for answer in answers:
+            match answer.response:
+                case control.Done(text=text):
+                    typer.echo(f"supervisor {answer.supervisor_pid}: {visible(text)}")
+                case control.Failed(text=text):
+                    _complain(f"supervisor {answer.supervisor_pid}: {text}")
+                    failed = True
+                case _:
+                    _complain(f"supervisor {answer.supervisor_pid} {answer.problem or 'answers something else'}")
+                    failed = True
+        if failed:
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -212,6 +270,7 @@ class Supervisor:
     version: str | None = None
     started_at: str | None = None
     problem: str | None = None
+    pool: PoolSnapshot | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +292,7 @@ def look(settings: PoolSettings, *, everything: bool = False, stored: bool = Tru
     for answer in control.query(settings.state_dir, control.Ps()):
         reply = answer.response
         if isinstance(reply, control.PsReply):
-            supervisors.append(Supervisor(answer.supervisor_pid, reply.version, reply.started_at))
+            supervisors.append(Supervisor(answer.supervisor_pid, reply.version, reply.started_at, pool=reply.pool))
             sessions += reply.sessions
         else:
             problem = reply.text if isinstance(reply, control.Failed) else answer.problem or "answers something else"
@@ -306,6 +365,17 @@ _HEADINGS: Final = (
 _RIGHT: Final = frozenset({"pid", "up", "idle", "mem", "cpu", "turns", "rst"})
 _COLOURS: Final = {"idle": "green", "healthy": "green", "busy": "yellow", "starting": "yellow", "failed": "red"}
 _ID_CELLS_MIN: Final = 6
+
+
+def headline(pool: PoolSnapshot) -> str:
+    """Return the pool in one line of words."""
+    parts = [f"{visible(pool.condition)}: {pool.workers} of {pool.workers_max} workers"]
+    if pool.waiting:
+        wait = "" if pool.expected_wait_s is None else f" (about {duration(pool.expected_wait_s)} for a further one)"
+        parts.append(f"{pool.waiting} waiting for one{wait}")
+    if pool.held:
+        parts.append(f"{pool.held} held until it is resumed")
+    return ", ".join(parts)
 
 
 def print_sessions(sessions: Sequence[SessionSnapshot]) -> None:

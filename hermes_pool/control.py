@@ -31,7 +31,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from hermes_pool.errors import HermesPoolError
-from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool.threads import in_thread
 from hermes_pool_worker import wire
 
@@ -81,13 +81,37 @@ class Stop(_Request, frozen=True):
     user_id: str | None = None
 
 
+class Pause(_Request, frozen=True):
+    """Begin no more turns, and wait up to ``deadline_s`` for those that run; answered with ``Done`` or ``Failed``."""
+
+    deadline_s: float = 0.0
+
+
+class Resume(_Request, frozen=True):
+    """Begin turns again; answered with ``Done`` or ``Failed``."""
+
+
+class Drain(_Request, frozen=True):
+    """Finish what has come in within ``deadline_s``, and refuse what is new; answered with ``Done`` or ``Failed``."""
+
+    deadline_s: float
+
+
+class Resize(_Request, frozen=True):
+    """Change the limit of workers; answered with ``Done`` or ``Failed``."""
+
+    workers_max: int
+
+
 class PsReply(_Response, frozen=True):
-    """The sessions of one supervisor. ``started_at`` is ISO 8601 in UTC, ``version`` that of hermes-pool."""
+    """One supervisor and its sessions. ``started_at`` is ISO 8601 in UTC, ``version`` that of hermes-pool."""
 
     sessions: list[SessionSnapshot]
     supervisor_pid: int
     version: str
     started_at: str
+    pool: PoolSnapshot | None = None
+    """``None`` from a supervisor that is older than this field."""
 
 
 class Done(_Response, frozen=True):
@@ -102,7 +126,7 @@ class Failed(_Response, frozen=True):
     text: str
 
 
-Request: TypeAlias = Ps | Stop
+Request: TypeAlias = Ps | Stop | Pause | Resume | Drain | Resize
 Response: TypeAlias = PsReply | Done | Failed
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 

@@ -6,6 +6,8 @@ SQLAlchemy, asyncio) ever reaches a caller.
 
 from collections.abc import Sequence
 
+from hermes_pool.report import DeathReport
+
 
 class HermesPoolError(Exception):
     """Root of all errors of this library.
@@ -51,8 +53,30 @@ class MessageTooLargeError(InvalidMessageError):
     """The message is over ``frame_bytes_max``; it was not sent and the conversation is as before."""
 
 
+class MessageQuarantinedError(HermesPoolError):
+    """The very same message has ended too many workers (``quarantine_after``); it was not sent. Any other one works.
+
+    ``fingerprint`` is its name, by which it can be released, and ``deaths`` the number of workers that died of it.
+    """
+
+    def __init__(self, message: str, *, fingerprint: str, deaths: int, conversation_id: str | None = None) -> None:
+        super().__init__(message, conversation_id=conversation_id)
+        self.fingerprint = fingerprint
+        self.deaths = deaths
+
+
 class PoolClosedError(HermesPoolError):
     """The pool is closing or closed, or was never opened."""
+
+
+class PoolDrainingError(PoolClosedError):
+    """The pool is being drained, or has been: it begins nothing new until somebody calls ``resume``."""
+
+
+class PoolPausedError(HermesPoolError):
+    """The pool is paused, and was not resumed within ``wait_timeout_s`` (with ``busy="reject"``: at once)."""
+
+    retryable = True
 
 
 class ConversationBusyError(HermesPoolError):
@@ -62,16 +86,48 @@ class ConversationBusyError(HermesPoolError):
 
 
 class PoolFullError(HermesPoolError):
-    """As many workers as allowed run, each with a turn: none can make room."""
+    """As many workers as allowed run, each with a turn: none can make room.
+
+    ``position`` is the place in line that the message had, or would have got (1 is the next to be served), ``waiting``
+    how many others stand in line, and ``expected_wait_s`` about how many seconds a place like this takes at the present
+    pace (``None``: not known yet).
+    """
 
     retryable = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        position: int,
+        waiting: int,
+        expected_wait_s: float | None = None,
+        conversation_id: str | None = None,
+    ) -> None:
+        super().__init__(message, conversation_id=conversation_id)
+        self.position = position
+        self.waiting = waiting
+        self.expected_wait_s = expected_wait_s
 
 
 # --- a worker cannot be had ------------------------------------------------------------------------------------------
 
 
+class RestartBackoffError(HermesPoolError):
+    """The conversation's workers died too often: none is started for ``retry_after_s`` seconds. Nothing was sent."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float, conversation_id: str | None = None) -> None:
+        super().__init__(message, conversation_id=conversation_id)
+        self.retry_after_s = retry_after_s
+
+
 class WorkerStartError(HermesPoolError):
-    """No worker could be started. ``step`` is the one that failed: ``launch``, ``hello`` or ``open``."""
+    """No worker could be started. ``step`` is the one that failed: ``launch``, ``hello`` or ``open``.
+
+    ``what`` is the message without the last lines of stderr, which may be of one conversation only.
+    """
 
     retryable = True
 
@@ -79,6 +135,7 @@ class WorkerStartError(HermesPoolError):
         self, message: str, *, step: str, conversation_id: str | None = None, stderr_tail: Sequence[str] = ()
     ) -> None:
         super().__init__(message + _quoted(stderr_tail), conversation_id=conversation_id)
+        self.what = message
         self.step = step
         self.stderr_tail = tuple(stderr_tail)
 
@@ -95,6 +152,23 @@ class NoCapacityError(WorkerStartError):
 
 class WorkerStartTimeoutError(WorkerStartError):
     """The worker was not ready within ``start_timeout_s``."""
+
+
+class PoolUnavailableError(WorkerStartError):
+    """Not even tried: the starts before have failed. The next one is tried in ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, *, step: str, retry_after_s: float, conversation_id: str | None = None) -> None:
+        super().__init__(message, step=step, conversation_id=conversation_id)
+        self.retry_after_s = retry_after_s
+
+
+class PoolUnusableError(PoolUnavailableError, WorkerUnusableError):
+    """Not even tried: the start before has shown that none can succeed; the message has the remedy.
+
+    Once that is mended a start is tried at once where the pool can see it, else in ``retry_after_s`` seconds.
+    """
+
+    retryable = False
 
 
 # --- a turn ended without a reply ------------------------------------------------------------------------------------
@@ -117,8 +191,8 @@ class AgentFailedError(TurnError):
 class WorkerCrashedError(TurnError):
     """The worker died in this turn, and so did the one that took over.
 
-    ``exit`` is the last death in words, ``returncode`` its status (negative: the signal; ``None``: unknown), and
-    ``stderr_tail`` the last lines that the worker wrote.
+    ``exit`` is the last death in words, ``returncode`` its status (negative: the signal; ``None``: unknown),
+    ``stderr_tail`` the last lines that the worker wrote, and ``report`` all that is known of it.
     """
 
     retryable = True
@@ -131,11 +205,13 @@ class WorkerCrashedError(TurnError):
         returncode: int | None,
         conversation_id: str | None = None,
         stderr_tail: Sequence[str] = (),
+        report: DeathReport | None = None,
     ) -> None:
         super().__init__(message + _quoted(stderr_tail), conversation_id=conversation_id)
         self.exit = exit
         self.returncode = returncode
         self.stderr_tail = tuple(stderr_tail)
+        self.report = report
 
 
 class TurnInterruptedError(WorkerCrashedError):
@@ -155,9 +231,15 @@ class TurnInterruptedError(WorkerCrashedError):
         returncode: int | None,
         conversation_id: str | None = None,
         stderr_tail: Sequence[str] = (),
+        report: DeathReport | None = None,
     ) -> None:
         super().__init__(
-            message, exit=exit, returncode=returncode, conversation_id=conversation_id, stderr_tail=stderr_tail
+            message,
+            exit=exit,
+            returncode=returncode,
+            conversation_id=conversation_id,
+            stderr_tail=stderr_tail,
+            report=report,
         )
         self.tools = tuple(tools)
 

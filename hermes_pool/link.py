@@ -136,6 +136,9 @@ class WorkerLink:
         self.opened: wire.Opened | None = None
         self.death: Death | None = None
         """Set when it is over."""
+        self.verdict: str | None = None
+        self.stacks: tuple[str, ...] = ()
+        """What was judged of it, and where its threads were, before it was killed for that."""
         self._encoder = _encoder_for(frame_bytes_max)
         self._on_imported = on_imported
         loop = asyncio.get_running_loop()
@@ -144,6 +147,7 @@ class WorkerLink:
         self._awaited: dict[type[wire.Message], asyncio.Future[Any]] = {
             kind: loop.create_future() for kind in (wire.Hello, wire.Prepared, wire.Opened)
         }
+        self._waits_for: tuple[asyncio.Future[Any], str] | None = None
         self._dead = asyncio.Event()
         self._exit: Exit | None = None
         self._ended = False
@@ -206,21 +210,17 @@ class WorkerLink:
 
     async def _answer(self, kind: type[wire.Message], step: str) -> Any:
         future = self._awaited[kind]
-        dead = asyncio.ensure_future(self._dead.wait())
-        try:
-            await asyncio.wait({future, dead}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            dead.cancel()
-        if future.done():
-            return future.result()
-        assert self.death is not None  # noqa: S101 - for the type checker
-        tail = self.death.stderr_tail
-        if self.death.exit.returncode == EXIT_UNUSABLE and self.death.cause is None:
+        if self.death is not None and not future.done():
+            raise self._died_early(self.death, step)
+        self._waits_for = (future, step)
+        return await future
+
+    def _died_early(self, death: Death, step: str) -> WorkerStartError:
+        tail = death.stderr_tail
+        if death.exit.returncode == EXIT_UNUSABLE and death.cause is None:
             remedy = tail[-1] if tail else "it did not say why"
-            raise WorkerUnusableError(f"no worker can start like this: {remedy}", step=step, stderr_tail=tail[:-1])
-        raise WorkerStartError(
-            f"the worker {self.death} before it was ready (step {step!r})", step=step, stderr_tail=tail
-        )
+            return WorkerUnusableError(f"no worker can start like this: {remedy}", step=step, stderr_tail=tail[:-1])
+        return WorkerStartError(f"the worker {death} before it was ready (step {step!r})", step=step, stderr_tail=tail)
 
     # --- speaking ---
 
@@ -297,6 +297,10 @@ class WorkerLink:
             cause = "stopped inside a frame"
         self.death = Death(self._exit, self.stderr.lines(), cause, self._wanted)
         self._dead.set()
+        if self._waits_for is not None:
+            future, step = self._waits_for
+            if not future.done():
+                future.set_exception(self._died_early(self.death, step))
         self.listener.link_died(self, self.death)
 
     def _said(self, line: str) -> None:

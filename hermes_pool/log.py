@@ -33,6 +33,6 @@ def _as_text(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str
     return " ".join([str(name), *(f"{key}={value!r}" for key, value in event.items())])
 
 
-def wants_details() -> bool:
-    """Whether anybody would see a debug line. It is asked at each start of a worker, and not in each turn."""
-    return structlog.is_configured() or _standard.isEnabledFor(logging.DEBUG)
+def wants(level: int) -> bool:
+    """Whether anybody would see a line of this level. It is asked at each start of a worker, and not in each turn."""
+    return structlog.is_configured() or _standard.isEnabledFor(level)

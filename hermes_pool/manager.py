@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Coroutine
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,14 +13,15 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from hermes_pool import control, health, lifecycle
-from hermes_pool.errors import HermesPoolError, PoolClosedError, PoolFullError
+from hermes_pool import control, health
+from hermes_pool.admission import Admission, Condition, Drained
+from hermes_pool.errors import HermesPoolError, PoolClosedError
 from hermes_pool.lifecycle import State
 from hermes_pool.link import Stopped
 from hermes_pool.log import logger
 from hermes_pool.session import Session, Surroundings
 from hermes_pool.settings import PoolSettings, SessionKey
-from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool.start import Starter
 from hermes_pool.store import ConversationStore
 from hermes_pool.threads import in_thread
@@ -29,6 +31,8 @@ SAVE_EVERY_S = 1.0
 """A session that is talked to all the time is stored this often."""
 SAVE_NEWS_AFTER_S = 0.02
 """One that has news of its identity is stored at once, but for a moment: first whoever waits has its turn."""
+REPORTS_KEPT = 64
+"""How many reports of deaths are kept, for who asks later."""
 SESSIONS_KEPT = 1024
 """How many sessions without a worker stay in memory, for ``ps``; what they know is in the store."""
 
@@ -51,16 +55,20 @@ class HermesSessionManager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unsaved: dict[Session, float] = {}
         self._save_wanted = asyncio.Event()
-        self._room: list[asyncio.Future[None]] = []
-        self._open: Literal["new", "open", "closed"] = "new"
         self._closing: asyncio.Task[dict[SessionKey, Stopped]] | None = None
         self._log = logger()
+        self._admission = Admission(
+            settings=self.settings,
+            sessions=lambda: list(self._sessions.values()),
+            in_background=self._in_background,
+            log=self._log,
+        )
 
     # --- opening and closing ---
 
     async def __aenter__(self) -> Self:
         """Open the store and the control socket. No worker is started before the first message."""
-        if self._open != "new":
+        if self._admission.condition is not Condition.NEW:
             raise PoolClosedError("a manager is entered once; make another one")
         self.settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         settings = self.settings
@@ -72,11 +80,11 @@ class HermesSessionManager:
             store=self._store,
             host=socket.gethostname(),
             log=self._log,
-            make_room=self._make_room,
-            changed=self._changed,
+            admission=self._admission,
             save_soon=self._save_soon,
             in_background=self._in_background,
             new_turn_id=lambda: f"{prefix}-{next(numbers)}",
+            reports=deque(maxlen=REPORTS_KEPT),
         )
         self._started_at = datetime.now(UTC)
         self._control = control.ControlServer(settings.state_dir, self._answer)
@@ -84,7 +92,7 @@ class HermesSessionManager:
             await self._control.start()
         except HermesPoolError as error:  # nobody can look in from outside; no reason to answer nobody
             self._log.warning("control_socket_failed", error=str(error))
-        self._open = "open"
+        self._admission.become(Condition.OPEN)
         self._around.starter.warm_up()
         self._in_background(self._sweep())
         self._in_background(self._save_always())
@@ -103,11 +111,11 @@ class HermesSessionManager:
         Running turns end with ``TurnCancelledError``, callers in line with ``PoolClosedError``. Cancelling the caller
         does not cancel the closing. A further call waits for the same closing, and returns nothing: it took nothing.
         """
-        if self._open == "open":
-            self._open = "closed"
+        entered = self._admission.condition not in (Condition.NEW, Condition.CLOSED)
+        self._admission.become(Condition.CLOSED)
+        if entered:
             self._closing = asyncio.get_running_loop().create_task(self._close())
             return await asyncio.shield(self._closing)
-        self._open = "closed"
         if self._closing is not None:
             await asyncio.shield(self._closing)
         return {}
@@ -118,7 +126,7 @@ class HermesSessionManager:
         for session, end in zip(sessions, ends, strict=True):
             if isinstance(end, BaseException):
                 self._log.error("stop_failed", conversation_id=session.key.conversation_id, error=repr(end))
-        await asyncio.gather(*(session.save() for session in sessions if session.unsaved))
+        await asyncio.gather(*(session.ledger.save() for session in sessions if session.ledger.unsaved))
         await self._control.close()
         await self._around.starter.close()
         tasks = self._tasks - {asyncio.current_task()}
@@ -137,9 +145,9 @@ class HermesSessionManager:
         """Answer a message, whatever it takes: a worker is started or resumed, and a dead one replaced, if need be.
 
         Cancelling the caller cancels the turn. Raises the errors of ``hermes_pool.errors``: ``InvalidKeyError``,
-        ``MessageTooLargeError``, ``PoolClosedError``, ``ConversationBusyError``, ``PoolFullError``,
-        ``WorkerStartError`` and its kinds, ``StoreError`` (only where it cannot be known whether there is a session to
-        resume), and ``TurnError`` and its kinds.
+        ``MessageTooLargeError``, ``PoolClosedError`` and its kind ``PoolDrainingError``, ``PoolPausedError``,
+        ``ConversationBusyError``, ``PoolFullError``, ``WorkerStartError`` and its kinds, ``StoreError`` (only where it
+        cannot be known whether there is a session to resume), and ``TurnError`` and its kinds.
         """
         session = self._session(conversation)
         turn = session.new_turn(text, streams=False)
@@ -164,7 +172,8 @@ class HermesSessionManager:
 
     async def set_runtime(self, conversation_id: str, runtime: Literal["hermes", "jarvis"]) -> None:
         """Say who answers a conversation from now on: the key ``runtime`` of its ``agent_state``, and no other."""
-        self._refuse_unless_open()
+        if self._admission.condition in (Condition.NEW, Condition.CLOSED):
+            self._admission.refuse_new()
         await self._store.set_runtime(conversation_id, runtime)
 
     async def sessions(self) -> list[SessionSnapshot]:
@@ -181,10 +190,45 @@ class HermesSessionManager:
             seen.append(replace(row, supervisor_pid=os.getpid(), **more))
         return seen
 
+    # --- the pool as a whole ---
+
+    def pool(self) -> PoolSnapshot:
+        """Return the pool's condition, its limit, and who waits."""
+        return self._admission.snapshot()
+
+    async def pause(self, deadline_s: float = 0.0) -> int:
+        """Begin no more turns: messages wait, up to ``wait_timeout_s``, until ``resume``. Turns that run go on.
+
+        Waits up to ``deadline_s`` seconds for those, and returns how many still run: after 0, Hermes can be upgraded,
+        say. Nothing is ever cancelled by it. ``PoolClosedError``, and ``PoolDrainingError`` in a pool that is drained.
+        """
+        return await self._admission.pause(deadline_s)
+
+    def resume(self) -> None:
+        """Begin turns again, after ``pause`` or ``drain``, also one that still goes on. ``PoolClosedError``."""
+        self._admission.resume()
+
+    async def drain(self, deadline_s: float) -> Drained:
+        """Finish the turns that run and the messages in line, and refuse new ones with ``PoolDrainingError``.
+
+        After ``deadline_s`` seconds what is left is ended: turns with ``TurnCancelledError``, and their workers
+        stopped. Idle workers stay. Return how many were finished and cut. The pool is then drained until ``resume`` or
+        ``close``; cancelling the caller leaves it draining, with nothing cut. ``PoolClosedError``.
+        """
+        return await self._admission.drain(deadline_s)
+
+    def resize(self, workers_max: int) -> None:
+        """Change ``workers_max`` of the running pool. Where there are more, idle workers go; a turn is never ended.
+
+        ``SettingsError`` for less than 1.
+        """
+        self._admission.resize(workers_max)
+
     # --- sessions ---
 
     def _session(self, conversation: str | SessionKey) -> Session:
-        self._refuse_unless_open()
+        if self._admission.condition is not Condition.OPEN:
+            self._admission.refuse_new()
         session = self._by_id.get(conversation) if type(conversation) is str else None
         if session is None:
             key = _key(conversation)
@@ -196,61 +240,14 @@ class HermesSessionManager:
                 self._by_id[key.conversation_id] = session
         return session
 
-    def _refuse_unless_open(self) -> None:
-        if self._open != "open":
-            raise PoolClosedError(
-                "the pool is closed" if self._open == "closed" else "enter the pool first: async with"
-            )
-
     def _forget_some(self) -> None:
         """Bound the memory of sessions that are at rest; the ones longest known go first."""
         if len(self._sessions) <= SESSIONS_KEPT:
             return
-        resting = [key for key, session in self._sessions.items() if session.at_rest and not session.unsaved]
+        resting = [key for key, session in self._sessions.items() if session.at_rest and not session.ledger.unsaved]
         for key in resting[: len(self._sessions) - SESSIONS_KEPT]:
             del self._sessions[key]
             self._by_id.pop(key.conversation_id, None)
-
-    def _alive(self) -> int:
-        return sum(session.state in lifecycle.ALIVE for session in self._sessions.values())
-
-    async def _make_room(self, asking: Session) -> None:
-        """Wait until one more worker is allowed; the session that has been idle longest goes dormant for it."""
-        deadline = asyncio.get_running_loop().time() + self.settings.wait_timeout_s
-        while self._alive() >= self.settings.workers_max:
-            idle = [
-                (idle_s, session) for session in self._sessions.values() if (idle_s := session.idle_s()) is not None
-            ]
-            for _, session in sorted(idle, key=lambda pair: pair[0], reverse=True):
-                if await session.hibernate(0.0, room_is_needed=True):
-                    break
-            else:
-                await self._wait_for_room(asking, deadline)
-
-    async def _wait_for_room(self, asking: Session, deadline: float) -> None:
-        refusal = PoolFullError(
-            f"all {self.settings.workers_max} workers (workers_max) are busy",
-            conversation_id=asking.key.conversation_id,
-        )
-        if self.settings.busy == "reject":
-            raise refusal
-        room = asyncio.get_running_loop().create_future()
-        self._room.append(room)
-        try:
-            async with asyncio.timeout_at(deadline):
-                await room
-        except TimeoutError:
-            raise refusal from None
-        finally:
-            if room in self._room:
-                self._room.remove(room)
-
-    def _changed(self, session: Session) -> None:
-        if self._room and (session.state is State.IDLE or session.state not in lifecycle.ALIVE):
-            # Only after this callback: the lock of a session that became idle is about to be released.
-            room = self._room.pop(0)
-            if not room.done():
-                room.set_result(None)
 
     # --- in the background ---
 
@@ -270,6 +267,7 @@ class HermesSessionManager:
         while True:
             await asyncio.sleep(self.settings.idle_sweep_s)
             self._around.starter.spares.refill()
+            self._admission.tidy()
             idle = [
                 session
                 for session in self._sessions.values()
@@ -277,13 +275,13 @@ class HermesSessionManager:
             ]
             await asyncio.gather(
                 *(session.hibernate(self.settings.idle_timeout_s) for session in idle),
-                *(session.save() for session in list(self._sessions.values()) if session.unsaved),
+                *(session.ledger.save() for session in list(self._sessions.values()) if session.ledger.unsaved),
             )
 
     def _save_soon(self, session: Session) -> None:
         """Have a session stored, beside the turns: soon when its identity is new, else within ``SAVE_EVERY_S``."""
         now = asyncio.get_running_loop().time()
-        known = session.saved_session_id == session.session_id and session.state is State.IDLE
+        known = session.ledger.identity_is_stored and session.state is State.IDLE
         if session in self._unsaved and (known or self._unsaved[session] <= now + SAVE_NEWS_AFTER_S):
             return
         self._unsaved[session] = now + (SAVE_EVERY_S if known else SAVE_NEWS_AFTER_S)
@@ -298,7 +296,7 @@ class HermesSessionManager:
             for session in due:
                 del self._unsaved[session]
             if due:
-                await asyncio.gather(*(session.save() for session in due))
+                await asyncio.gather(*(session.ledger.save() for session in due))
                 continue
             next_at = min(self._unsaved.values(), default=None)
             self._save_wanted.clear()
@@ -313,10 +311,29 @@ class HermesSessionManager:
     async def _answer(self, request: control.Request) -> control.Response:
         match request:
             case control.Ps():
-                return control.PsReply(await self.sessions(), os.getpid(), _version(), self._started_at.isoformat())
+                rows = await self.sessions()
+                return control.PsReply(rows, os.getpid(), _version(), self._started_at.isoformat(), self.pool())
             case control.Stop():
                 await self.stop(SessionKey(request.conversation_id, request.user_id))
                 return control.Done()
+            case control.Pause():
+                running = await self.pause(request.deadline_s)
+                return control.Done("paused" if not running else f"paused; {_turns(running)} still running")
+            case control.Resume():
+                self.resume()
+                return control.Done("resumed")
+            case control.Drain():
+                drained = await self.drain(request.deadline_s)
+                told = f"{_turns(drained.finished)} finished, {drained.cut} cut"
+                return control.Done(f"{self.pool().condition}; {told}")
+            case control.Resize():
+                self.resize(request.workers_max)
+                pool = self.pool()
+                return control.Done(f"{pool.workers} of {pool.workers_max} workers")
+
+
+def _turns(count: int) -> str:
+    return f"{count} turn" if count == 1 else f"{count} turns"
 
 
 def _key(conversation: str | SessionKey) -> SessionKey:

@@ -6,47 +6,54 @@ caller that leaves early cannot let the next message in too soon.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from datetime import UTC, datetime
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, dataclass
 from functools import partial
-from time import time
+from logging import DEBUG, INFO
 from typing import Any, Literal
 
 from hermes_pool import lifecycle
+from hermes_pool.admission import Admission, Condition
+from hermes_pool.breakers import Quarantine, RestartBudget
 from hermes_pool.clocks import TurnClocks
+from hermes_pool.deaths import crashed, report_of
 from hermes_pool.errors import (
     AgentFailedError,
     ConversationBusyError,
     HermesPoolError,
     InvalidMessageError,
     MessageTooLargeError,
+    NoCapacityError,
     PoolClosedError,
-    StateNotWritableError,
-    StoreError,
+    PoolUnavailableError,
+    RestartBackoffError,
     TurnCancelledError,
-    TurnInterruptedError,
     TurnTimeoutError,
     WorkerCrashedError,
     WorkerStartError,
+    WorkerUnusableError,
 )
+from hermes_pool.ledger import Ledger
 from hermes_pool.lifecycle import Event, State
 from hermes_pool.link import Death, Stopped, WorkerLink, kill_strays
-from hermes_pool.log import wants_details
+from hermes_pool.log import wants
+from hermes_pool.report import DeathReport
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.start import LAUNCHES_MAX, Starter
-from hermes_pool.store import ConversationStore, SessionRecord
+from hermes_pool.store import ConversationStore
 from hermes_pool.threads import in_thread
 from hermes_pool.turn import Reply, Turn
 from hermes_pool_worker import wire
 
 SWEEP_UP_AFTER_S = 0.1
 """How long after a death its leftovers are looked for. The look takes milliseconds of this interpreter's lock."""
+_OF_THE_POOL = (WorkerUnusableError, NoCapacityError, PoolUnavailableError)
+"""Failed starts that say nothing of this session."""
 _UTF8_BYTES_MAX = 4
 _TURN_BYTES_MAX = 256  # of a turn's frame, beside its text
-
-Status = Literal["healthy", "dormant", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +65,13 @@ class Surroundings:
     store: ConversationStore
     host: str
     log: Any
-    make_room: "Callable[[Session], Awaitable[None]]"
-    """Wait until one worker more is allowed; raises ``PoolFullError``."""
-    changed: "Callable[[Session], None]"
-    """Called after each change of state."""
+    admission: Admission
     save_soon: "Callable[[Session], None]"
     """Called when there is something new to store."""
     in_background: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
     new_turn_id: Callable[[], str]
+    reports: "deque[DeathReport]"
+    """The latest deaths."""
 
 
 class Session:
@@ -74,34 +80,34 @@ class Session:
     def __init__(self, key: SessionKey, around: Surroundings) -> None:
         self.key = key
         self.state = State.STOPPED
-        self.status: Status = "dormant"
-        self.session_id: str | None = None
-        self.committed: str | None = None
-        self.restart_count = 0
-        self.incarnation = 0
-        self.turns = 0
-        self.last_error: str | None = None
-        self.last_used_at: float | None = None
         self.waiting = 0
-        self.unsaved = False
-        self.saved_session_id: str | None = None
+        """Callers in line."""
         self.closed = False
         self._around = around
         self._settings = around.settings
         self._loop = asyncio.get_running_loop()
         self._log = around.log.bind(conversation_id=key.conversation_id)
+        self.ledger = Ledger(
+            key,
+            around.store,
+            agent=around.settings.agent,
+            host=around.host,
+            log=self._log,
+            changed=lambda: around.save_soon(self),
+        )
         self._lock = asyncio.Lock()
-        self._saving = asyncio.Lock()
-        self._save_error: StoreError | None = None
         self._link: WorkerLink | None = None
         self._begun: WorkerLink | None = None
         self._starting: asyncio.Task[wire.Opened] | None = None
         self._turn: Turn | None = None
         self._idle_since = self._loop.time()
         self._clocks = TurnClocks(around.settings, self._over_limit)
-        self._to_replace: Death | None = None
+        self.restarts = RestartBudget(around.settings, self._loop.time, random.random, conversation_id=self._id)
+        self.quarantine = Quarantine(around.settings, conversation_id=self._id)
+        self._unreplaced: DeathReport | None = None
+        """The death of the last worker, until another one has taken over."""
         self._notice: str | None = None
-        self._tells_details = wants_details()
+        self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
 
     # --- what the manager asks ---
 
@@ -128,47 +134,28 @@ class Session:
             return None
         return self._loop.time() - self._idle_since
 
-    def record(self, status: Status | None = None) -> SessionRecord:
-        """Return what is stored of this session; ``status`` tells of a change that is about to be made."""
-        status = status or self.status
-        process = self._link.process if self._link is not None and status == "healthy" else None
-        return SessionRecord(
-            session_id=self.session_id,
-            last_used_at=_iso(self.last_used_at),
-            restart_count=self.restart_count,
-            status=status,
-            committed=self.committed,
-            incarnation=self.incarnation,
-            turns=self.turns,
-            pid=process.pid if process is not None else None,
-            create_time=process.create_time if process is not None else None,
-            host=self._around.host,
-            agent=self._settings.agent,
-            last_error=self.last_error,
-        )
-
     def snapshot(self) -> SessionSnapshot:
         """Return what is known here; what the operating system knows is added by the manager."""
-        now = self._loop.time()
+        now, ledger = self._loop.time(), self.ledger
         link = self._link or self._begun
         process = link.process if link is not None else None
         return SessionSnapshot(
             conversation_id=self.key.conversation_id,
             user_id=self.key.user_id,
-            session_id=self.session_id,
+            session_id=ledger.session_id,
             state=self.state.value,
             agent=self._settings.agent,
             pid=process.pid if process is not None else None,
             create_time=process.create_time if process is not None else None,
-            incarnation=self.incarnation,
+            incarnation=ledger.incarnation,
             uptime_s=now - link.started_at if link is not None and process is not None else None,
             idle_s=self.idle_s(),
             turn_s=now - self._turn.began_at if self._turn is not None else None,
-            turns=self.turns,
+            turns=ledger.turns,
             waiting=self.waiting,
-            restart_count=self.restart_count,
-            last_used_at=_iso(self.last_used_at),
-            last_error=self.last_error or (str(self._save_error) if self._save_error is not None else None),
+            restart_count=ledger.restart_count,
+            last_used_at=ledger.last_used,
+            last_error=ledger.last_error or (None if ledger.save_error is None else str(ledger.save_error)),
             host=self._around.host,
         )
 
@@ -185,12 +172,10 @@ class Session:
         try:
             if self.state is not State.IDLE or self._loop.time() - self._idle_since < idle_at_least_s:
                 return False
-            if not await self.save("dormant") and not (
-                room_is_needed and isinstance(self._save_error, StateNotWritableError)
-            ):
+            if not await self.ledger.save("dormant") and not (room_is_needed and self.ledger.never_storable):
                 return False  # never killed before it is saved; the next sweep tries again
             if self.waiting or self.state is not State.IDLE:  # somebody came while it was saved
-                self._save_soon()
+                self.ledger.save_soon()
                 return False
             await self._stop_worker("idle")
             return True
@@ -202,17 +187,19 @@ class Session:
 
         Return what it took, or ``None`` where there was no worker. Metadata is saved first, if the store answers.
         """
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.wait({self._starting})
+        if (starting := self._starting) is not None:
+            starting.cancel()
+            await asyncio.wait({starting})
+            if self._starting is starting:  # cancelled before its first step, it could not do so itself
+                self._starting = None
         if self._turn is not None:
             self.cancel(self._turn, TurnCancelledError(f"stopped ({reason})", conversation_id=self._id))
         if self.state not in (State.IDLE, State.BUSY):
             if self._link is not None:
                 await self._link.dead()
-            await self.save()
+            await self.ledger.save()
             return None
-        await self.save("dormant")
+        await self.ledger.save("dormant")
         return await self._stop_worker(reason)
 
     async def close(self) -> Stopped | None:
@@ -222,40 +209,23 @@ class Session:
         self._clocks.stop()
         return stopped
 
-    async def save(self, status: Status | None = None) -> bool:
-        """Store the metadata; say whether that worked. A failure is logged, and shown until it is mended."""
-        if self.session_id is None:
-            return True  # nothing to come back to
-        async with self._saving:  # one after the other, so that an older record never overwrites a newer one
-            record = self.record(status)
-            self.unsaved = False
-            try:
-                await self._around.store.save(self.key, record)
-            except StoreError as error:
-                self.unsaved = True
-                if str(error) != str(self._save_error):  # told once, though it is tried again and again
-                    self._log.warning("save_failed", error=str(error))
-                self._save_error = error
-                return False
-            self._save_error = None
-            self.saved_session_id = record.session_id
-            return True
-
-    def _save_soon(self) -> None:
-        self.unsaved = True
-        self._around.save_soon(self)
-
     # --- what turns ask (turn.TurnHost) ---
 
     async def begin(self, turn: Turn) -> None:
         """Wait in line, see that a worker is ready, and hand the turn over."""
         self._refuse_if_too_large(turn)  # and not after it has waited
+        self.quarantine.check(turn.text)
+        if self.state not in lifecycle.ALIVE and self._starting is None:
+            self._refuse_start()
         if self._lock.locked():
             await self._wait_in_line()
         else:
             await self._lock.acquire()
         try:
+            if self._around.admission.condition is not Condition.OPEN:
+                await self._around.admission.passed(self)
             if self.state is not State.IDLE or self.closed:
+                self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
                 await self._idle_worker(turn)
             if turn.ending is not None:  # cancelled before it began
                 turn.settle(self._ended_early(turn))
@@ -335,22 +305,38 @@ class Session:
             self._refuse_if_closed()
 
     async def _started(self, unfinished: wire.Turn | None) -> wire.Opened:
-        """Start a worker, or wait for the start that goes on already. Giving up the wait does not give up the start."""
+        """Start a worker, or wait for the start that goes on already.
+
+        Giving up the wait does not give up the start, unless that still stands in line for room and nobody else wants
+        it.
+        """
         if self._starting is None:
+            self._refuse_start()
             self._starting = self._around.in_background(self._start(unfinished))
         starting = self._starting
-        await asyncio.wait({starting})
+        try:
+            await asyncio.wait({starting})
+        except asyncio.CancelledError:
+            if not self.waiting and self.state not in lifecycle.ALIVE:
+                starting.cancel()
+                if self._starting is starting:
+                    self._starting = None
+            raise
         if starting.cancelled():
             raise TurnCancelledError("stopped while its worker was starting", conversation_id=self._id)
         return starting.result()
 
+    def _refuse_start(self) -> None:
+        self.restarts.check()
+        self._around.starter.breaker.check(self._id)
+
     async def _start(self, unfinished: wire.Turn | None) -> wire.Opened:
         try:
-            await self._around.make_room(self)
+            await self._around.admission.make_room(self)
             self._refuse_if_closed()
             self._became(Event.START_BEGUN)
             try:
-                link = await self._around.starter.start(self._request(unfinished), self, self._start_failed)
+                link = await self._around.starter.start(self._id, self._request(unfinished), self, self._start_failed)
             except asyncio.CancelledError:  # by ``stop``; the link has seen to the process before it let go
                 self._became(Event.STOP_BEGUN)
                 self._became(Event.DIED)
@@ -358,36 +344,24 @@ class Session:
             except Exception as error:
                 if isinstance(error, HermesPoolError):
                     error.conversation_id = self._id  # a starter knows of none
+                if isinstance(error, WorkerStartError) and not isinstance(error, _OF_THE_POOL):
+                    self.restarts.note_death()
                 self._became(Event.START_FAILED, error=str(error))
-                self.status = "failed"
-                self.last_error = str(error)
-                self._save_soon()
+                self.ledger.status = "failed"
+                self.ledger.last_error = str(error)
+                self.ledger.save_soon()
                 raise
             return self._took_over(link)
         finally:
-            self._starting = self._begun = None
+            if self._starting is None or self._starting is asyncio.current_task():
+                self._starting = self._begun = None
 
     async def _request(self, unfinished: wire.Turn | None) -> wire.Open:
-        await self._recall()
+        if self._turn is None:  # else nobody can know better than we
+            await self.ledger.recall()
         return self._around.starter.request(
-            self._id, session_id=self.session_id, committed=self.committed, unfinished=unfinished
+            self._id, session_id=self.ledger.session_id, committed=self.ledger.committed, unfinished=unfinished
         )
-
-    async def _recall(self) -> None:
-        """Read what is stored, unless what we know is newer."""
-        if self.session_id is not None and (self.unsaved or self._turn is not None):
-            return
-        try:
-            stored = await self._around.store.load(self.key)
-        except StateNotWritableError as error:
-            # Its row cannot hold a session of ours; it is left as it is, and the conversation goes on without.
-            self.last_error = str(error)
-            self._log.warning("state_unreadable", error=str(error))
-            return
-        if stored is not None and stored.session_id is not None:
-            self.session_id, self.committed = stored.session_id, stored.committed
-            self.restart_count = max(self.restart_count, stored.restart_count)
-            self.turns = max(self.turns, stored.turns)
 
     def _start_failed(self, error: WorkerStartError) -> None:
         self._log.warning("start_failed", step=error.step, error=error.message)
@@ -396,17 +370,19 @@ class Session:
         opened = link.opened
         assert opened is not None  # noqa: S101 - for the type checker: a link that was started has opened
         self._link = link
-        if self._to_replace is not None:
-            self.restart_count += 1
-            self._to_replace = None
-        self.session_id, self.committed, self._notice = opened.session_id, opened.committed, opened.notice
-        self.status = "healthy"
+        if self._unreplaced is not None:
+            self.ledger.restart_count += 1
+            self._unreplaced = None
+        self.ledger.session_id, self.ledger.committed, self._notice = opened.session_id, opened.committed, opened.notice
+        self.ledger.status = "healthy"
+        if link.process is not None:
+            self.ledger.worker = (link.process.pid, link.process.create_time)
         self._idle_since = self._loop.time()
-        self._tells_details = wants_details()
+        self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
         self._became(Event.OPENED, resumed=opened.resumed, steps=link.steps)
         if opened.notice is not None:
             self._log.warning("not_resumed", notice=opened.notice)
-        self._save_soon()
+        self.ledger.save_soon()
         return opened
 
     # --- a turn ---
@@ -432,7 +408,7 @@ class Session:
 
     def link_begun(self, link: WorkerLink) -> None:
         """Take note of the worker that is being started."""
-        self.incarnation += 1
+        self.ledger.incarnation += 1
         self._begun = link
 
     def link_heard(self, message: Any) -> None:
@@ -444,27 +420,28 @@ class Session:
         turn.heard_at = self._loop.time()
         match message:
             case wire.TurnDone():
-                self.session_id, self.committed = message.session_id, message.committed
+                self.ledger.session_id, self.ledger.committed = message.session_id, message.committed
                 self._settle(turn, self._done(turn, message))
                 return
             case wire.TextDelta():  # so early, for there may be thousands
                 pass
             case wire.TurnFailed():
-                self.session_id = message.session_id or self.session_id
-                self.committed = message.committed or self.committed
+                self.ledger.session_id = message.session_id or self.ledger.session_id
+                self.ledger.committed = message.committed or self.ledger.committed
                 error = AgentFailedError(message.text, reason=message.reason, conversation_id=self._id)
                 self._settle(turn, error if turn.ending is None else self._ended_early(turn))
                 return
             case wire.ToolStarted():
                 turn.tools_started.append(message.name)
-                turn.tools_open.add(message.call_id)
+                turn.tools_open[message.call_id] = message.name
             case wire.ToolFinished():
-                turn.tools_open.discard(message.call_id)
+                turn.tools_open.pop(message.call_id, None)
             case wire.Question():
                 turn.questions_open[message.question_id] = turn.heard_at + message.timeout_s
             case wire.SessionMoved():
-                self.session_id = message.session_id
-                self._save_soon()
+                self.ledger.session_id = message.session_id
+                self.ledger.save_soon()
+        turn.last_event = type(message).__name__
         turn.push(message)
         if turn.lags and self._link is not None:
             self._link.pause_reading()
@@ -476,9 +453,14 @@ class Session:
         if self._notice is not None:
             notice = self._notice if notice is None else f"{self._notice} {notice}"
             self._notice = None
-        self.turns += 1
-        self.last_error = None
+        self._completed(turn)
         return self._reply(turn, message.text, message.outcome, message.usage, notice)
+
+    def _completed(self, turn: Turn) -> None:
+        self.restarts.note_completed()
+        self.quarantine.note_completed(turn.text)
+        self.ledger.turns += 1
+        self.ledger.last_error = None
 
     def _reply(
         self,
@@ -491,7 +473,7 @@ class Session:
         return Reply(
             text=text,
             conversation_id=self.key.conversation_id,
-            session_id=self.session_id,
+            session_id=self.ledger.session_id,
             turn_id=turn.turn_id,
             outcome=outcome,
             restarts=turn.deaths,
@@ -510,17 +492,15 @@ class Session:
         self._turn = None
         self._clocks.rest()
         self._idle_since = self._loop.time()
-        self.last_used_at = time()
         if type(outcome) is not Reply:
-            self.last_error = str(outcome)
+            self.ledger.last_error = str(outcome)
             self._log.info("turn_failed", turn_id=turn.turn_id, error=type(outcome).__name__)
         if self.state is State.BUSY or self.state is State.STOPPING:
             self._became(Event.TURN_ENDED)
         if turn.lags and self._link is not None:
             self._link.resume_reading()
         turn.settle(outcome)
-        if not self.unsaved or self._save_error is not None or self.saved_session_id != self.session_id:
-            self._save_soon()
+        self.ledger.used()
         self._lock.release()
 
     def link_said(self, line: str) -> None:
@@ -561,88 +541,93 @@ class Session:
             return  # it never became ready; its start tells the story
         self._link = None
         self._became(Event.DIED, exit=str(death), wanted=death.wanted)
-        self.status = "dormant"
-        if not death.wanted:
-            self._to_replace = death
-            self.last_error = f"the worker {death}"
-            self._around.in_background(_sweep_up(link.marker))
+        self.ledger.status, self.ledger.worker = "dormant", None
         turn = self._turn
+        report = report_of(
+            link,
+            death,
+            turn,
+            conversation_id=self._id,
+            incarnation=self.ledger.incarnation,
+            now=self._loop.time(),
+        )
+        if not death.wanted:
+            self._mourn(report, turn)
+            self._around.in_background(_sweep_up(link.marker))
+            # Whoever waits for this turn comes first: the log may take longer than all else here.
+            self._loop.call_later(0, self._tell, report)
         if turn is None:
-            self._save_soon()
+            self.ledger.save_soon()
         elif turn.ending is not None:
             self._settle(turn, self._ended_early(turn))
         else:
-            self._around.in_background(self._recover(turn, death))
+            self._around.in_background(self._recover(turn, report))
 
-    async def _recover(self, turn: Turn, death: Death) -> None:
+    def _mourn(self, report: DeathReport, turn: Turn | None) -> None:
+        """Take note of a death that nobody wanted."""
+        self._unreplaced = report
+        self._around.reports.append(report)
+        self.ledger.last_error = f"the worker {report.exit}"
+        self.restarts.note_death()
+        if turn is not None and turn.ending is None:
+            self.quarantine.note_death(turn.text)
+
+    def _tell(self, report: DeathReport) -> None:
+        self._log.warning("worker_died", **asdict(report))
+
+    async def _recover(self, turn: Turn, report: DeathReport) -> None:
         """Give the turn in which a worker died its reply, or a clean error."""
         turn.deaths += 1
         turn.tools_open.clear()
         turn.questions_open.clear()
-        self._log.warning("worker_died_in_turn", turn_id=turn.turn_id, deaths=turn.deaths, exit=str(death))
         try:
-            outcome = await self._replace_worker(turn, death)
+            outcome = await self._replace_worker(turn, report)
         except BaseException:  # a bug of ours, or the loop is ending: nobody shall wait for this turn for ever
-            self._settle(turn, self._crashed(turn, death))
+            self._settle(turn, self._crashed(turn, report))
             raise
         if outcome is not None:
             self._settle(turn, outcome)
 
-    async def _replace_worker(self, turn: Turn, death: Death) -> Reply | HermesPoolError | None:
+    async def _replace_worker(self, turn: Turn, report: DeathReport) -> Reply | HermesPoolError | None:
         """Start another worker in place of the dead one; return how the turn ends, or ``None``: it runs again."""
         if turn.ending is not None:
             return self._ended_early(turn)
         if turn.deaths > self._settings.restarts_max:
-            self.status = "failed"
-            return self._crashed(turn, death)
+            self.ledger.status = "failed"
+            return self._crashed(turn, report)
         try:
             opened = await self._started(wire.Turn(turn.turn_id, turn.attempt, turn.text))
         except HermesPoolError as error:
             if turn.ending is not None:
                 return self._ended_early(turn)
-            if not turn.tools_started:
+            if not turn.tools_started and not isinstance(error, RestartBackoffError):
                 return error
-            # What may have happened matters more than that nobody could take over.
-            interrupted = self._crashed(turn, death)
+            # What has, or may have, happened matters more than that nobody could take over.
+            interrupted = self._crashed(turn, report, str(error.message))
             interrupted.__cause__ = error
             return interrupted
         if opened.recovered is not None:
-            self.turns += 1
+            self._completed(turn)
             return self._reply(turn, opened.recovered)
         if turn.ending is not None:
             return self._ended_early(turn)
         if self.state is not State.IDLE:  # the new one is gone already
-            return self._crashed(turn, self._to_replace or death)
+            return self._crashed(turn, self._unreplaced or report)
         if not self._may_replay(turn):
-            return self._crashed(turn, death)
+            return self._crashed(turn, report)
         turn.attempt += 1
         self._hand_over(turn)
-        turn.push(wire.Status(turn.turn_id, turn.attempt, f"the worker {death}; another one begins anew"))
+        turn.push(wire.Status(turn.turn_id, turn.attempt, f"the worker {report.exit}; another one begins anew"))
         return None
 
     def _may_replay(self, turn: Turn) -> bool:
         policy = self._settings.replay
         return policy == "always" or (policy == "until_tool" and not turn.tools_started)
 
-    def _crashed(self, turn: Turn, death: Death) -> WorkerCrashedError:
-        told: dict[str, Any] = {
-            "exit": str(death),
-            "returncode": death.exit.returncode,
-            "conversation_id": self._id,
-            "stderr_tail": death.stderr_tail,
-        }
-        if turn.tools_started and self._settings.replay != "always":
-            tools = ", ".join(dict.fromkeys(turn.tools_started))
-            return TurnInterruptedError(
-                f"the worker {death} after a tool had started ({tools}); its effect may have happened, so the message "
-                "was not run again: look before you send it again",
-                tools=turn.tools_started,
-                **told,
-            )
-        times = "once" if turn.deaths == 1 else f"{turn.deaths} times"
-        return WorkerCrashedError(
-            f"the worker {death}; this message has ended a worker {times}. The next message gets a new one", **told
-        )
+    def _crashed(
+        self, turn: Turn, report: DeathReport, what_next: str = "The next message gets a new one"
+    ) -> WorkerCrashedError:
+        return crashed(turn, report, replays_always=self._settings.replay == "always", what_next=what_next)
 
     # --- the table ---
 
@@ -651,11 +636,11 @@ class Session:
         before = self.state
         self.state = lifecycle.after(before, event)
         if event is Event.TURN_BEGUN or event is Event.TURN_ENDED:
-            if self._tells_details:
+            if self._tells_turns:
                 self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
-        else:
+        elif self._tells_changes:
             self._log.info(event.value, state=self.state.value, before=before.value, **facts)
-        self._around.changed(self)
+        self._around.admission.changed(self)
 
     @property
     def _id(self) -> str:
@@ -668,7 +653,3 @@ async def _sweep_up(marker: str) -> None:
         await asyncio.sleep(SWEEP_UP_AFTER_S)
     finally:  # also when the pool closes before
         await in_thread(partial(kill_strays, marker))
-
-
-def _iso(moment: float | None) -> str | None:
-    return None if moment is None else datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds")

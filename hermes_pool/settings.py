@@ -4,10 +4,16 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from hermes_pool.errors import InvalidKeyError, SettingsError
+
+if sys.platform == "win32":
+    resource = None
+else:
+    import resource
 
 ID_CHARS_MAX = 512
 """Longest conversation or user id. Ids are names (a UUID has 36); a megabyte of one is a mistake somewhere."""
@@ -93,7 +99,11 @@ class PoolSettings:
     """Workers kept ready for conversations to come: started, prepared, bound to none, and used once. They do not count
     against ``workers_max``."""
     workers_max: int = 64
-    """Most workers at once. At the limit the session that has been idle longest goes dormant to make room."""
+    """Most workers at once. At the limit the idle session that is worth least (``admission.Idle``) goes dormant to make
+    room. The limit of a running pool is changed by ``HermesSessionManager.resize``."""
+    admissions_waiting_max: int = 256
+    """Most messages in line for a worker when the limit is reached; a further one is refused. It bounds those that a
+    paused pool holds, too."""
 
     idle_timeout_s: float = 900.0
     """A worker without a turn for this long is stopped, after its metadata has been saved."""
@@ -122,6 +132,49 @@ class PoolSettings:
     """How many dead workers one turn may have replaced before it ends with an error."""
     replay: Literal["until_tool", "always", "never"] = "until_tool"
     """Whether a turn whose worker died is run again: only while no tool has started, always, or never."""
+    restarts_in_window_max: int = 5
+    """Most deaths of one conversation's workers within ``restarts_window_s`` without a completed turn in between; one
+    more, and none is started for a while."""
+    restarts_window_s: float = 300.0
+    """How long a death counts in ``restarts_in_window_max``."""
+    restart_backoff_s: float = 0.5
+    """The first such while; each further one is twice as long, until a turn is completed. Jitter shortens it by up to
+    half."""
+    restart_backoff_max_s: float = 60.0
+    """The longest such while."""
+    quarantine_after: int = 2
+    """A message that has ended this many workers is sent no more; 0: never."""
+    start_failures_max: int = 3
+    """After this many failed starts in a row, of whatever conversations, starts are refused at once; after one that
+    shows that none can succeed, immediately."""
+    start_probe_s: float = 10.0
+    """After how long one start is tried then; twice as long after each that fails. Jitter shortens it by up to half."""
+    start_probe_max_s: float = 120.0
+    """The longest time until the next such start."""
+
+    sample_s: float = 10.0
+    """How often all workers are looked at: memory, CPU time, what they have started. One in a turn whose state is in
+    doubt is looked at more often."""
+    wedged_after_s: float = 60.0
+    """A worker in a turn that for this long has answered nothing, sent nothing and, as far as the system can tell, done
+    nothing, is replaced. One that works, however silent and deaf, is left alone."""
+    memory_warn_bytes: int | None = None
+    """Above this much memory of a worker and all that it has started, there is a warning in the log. Memory that is
+    shared with other processes counts by its share, where the system tells that."""
+    memory_recycle_bytes: int | None = None
+    """Above this much, a worker is let go when its turn has ended; its next message gets a new one, in context."""
+    memory_kill_bytes: int | None = None
+    """Above this much, a worker is killed at once, and its turn ends as at any other death."""
+    memory_total_bytes: int | None = None
+    """When all workers together are above this, idle ones go dormant, those worth least first."""
+    memory_total_low: float = 0.9
+    """Down to this share of ``memory_total_bytes``."""
+    worker_age_max_s: float | None = None
+    """A worker older than this, give or take a tenth, is let go when it has no turn. Not needed for Hermes as far as
+    was measured: what it does not give back is seen in its memory."""
+    worker_rlimits: Mapping[str, int] = field(default_factory=dict)
+    """Limits of the operating system for each worker and, each for itself, the processes that it starts:
+    ``{"RLIMIT_NOFILE": 1024}``. Names of Python's ``resource`` module; -1 is "no limit"."""
 
     frame_bytes_max: int = 64 * 1024 * 1024
     """Largest frame on the wire in either direction, and so about the longest message or reply."""
@@ -165,11 +218,23 @@ class PoolSettings:
         for name, value in self.worker_env.items():
             if not name or "=" in name or "\0" in name + value:
                 raise SettingsError(f"worker_env: {name!r} cannot be an environment variable")
+        self._check_rlimits()
+
+    def _check_rlimits(self) -> None:
+        for name, value in self.worker_rlimits.items():
+            if name not in _RLIMITS:
+                raise SettingsError(f"worker_rlimits: {name!r} is none of {', '.join(_RLIMITS) or 'this platform'}")
+            if type(value) is not int or not _RLIMIT_NONE <= value < 2**63:
+                raise SettingsError(f"worker_rlimits: {name}={value!r} is no whole number from {_RLIMIT_NONE} on")
 
     def _check_numbers(self) -> None:
         for name in (
             "database_timeout_s", "idle_timeout_s", "idle_sweep_s", "start_timeout_s", "turn_timeout_s",
             "progress_timeout_s", "wait_timeout_s", "workers_max", "frame_bytes_max", "events_waiting_max",
+            "admissions_waiting_max",
+            "sample_s", "wedged_after_s",
+            "restarts_in_window_max", "restarts_window_s", "restart_backoff_s", "restart_backoff_max_s",
+            "start_failures_max", "start_probe_s", "start_probe_max_s",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be over 0, not {getattr(self, name)!r}")
@@ -179,16 +244,36 @@ class PoolSettings:
             "spares",
             "turns_waiting_max",
             "restarts_max",
+            "quarantine_after",
             "stderr_lines_max",
         ):
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name} cannot be negative, and is {getattr(self, name)!r}")
+        for first, most in (("restart_backoff_s", "restart_backoff_max_s"), ("start_probe_s", "start_probe_max_s")):
+            if getattr(self, first) > getattr(self, most):
+                raise SettingsError(f"{first}={getattr(self, first)!r} is over {most}={getattr(self, most)!r}")
+        self._check_memory()
         if self.frame_bytes_max < _FRAME_BYTES_LEAST or self.frame_bytes_max > _FRAME_BYTES_MOST:
             raise SettingsError(
                 f"frame_bytes_max is {self.frame_bytes_max:,}; it must be between {_FRAME_BYTES_LEAST:,} (an error "
                 f"report has to fit) and {_FRAME_BYTES_MOST:,} (the length word has 32 bits)"
             )
 
+    def _check_memory(self) -> None:
+        for name in (*_MEMORY_MARKS, "memory_total_bytes", "worker_age_max_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingsError(f"{name} must be over 0, or None for no limit, not {value!r}")
+        if not 0 < self.memory_total_low <= 1:
+            raise SettingsError(f"memory_total_low must be over 0 and at most 1, not {self.memory_total_low!r}")
+        marks = [(name, value) for name in _MEMORY_MARKS if (value := getattr(self, name)) is not None]
+        for (lower, less), (higher, more) in pairwise(marks):
+            if less > more:
+                raise SettingsError(f"{lower}={less:,} is over {higher}={more:,}")
 
+
+_MEMORY_MARKS = ("memory_warn_bytes", "memory_recycle_bytes", "memory_kill_bytes")
+_RLIMITS = () if resource is None else tuple(sorted(name for name in vars(resource) if name.startswith("RLIMIT_")))
+_RLIMIT_NONE = -1
 _FRAME_BYTES_LEAST = 4096
 _FRAME_BYTES_MOST = 2**32 - 1

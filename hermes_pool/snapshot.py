@@ -1,6 +1,23 @@
-"""One session as the outside sees it: what ``HermesSessionManager.sessions()`` returns and ``hermes-pool ps`` shows."""
+"""Pool and sessions as the outside sees them: what ``HermesSessionManager`` tells and ``hermes-pool ps`` shows."""
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSnapshot:
+    """The pool as a whole at one moment."""
+
+    condition: str
+    """A condition of ``admission.Condition``: ``open``, ``paused``, ``draining``, ``drained`` or ``closed``."""
+    workers: int
+    """Workers that count against the limit: those that run, are being started, or have not ended yet."""
+    workers_max: int
+    waiting: int = 0
+    """Messages in line for a worker."""
+    held: int = 0
+    """Messages that wait for the pool to be resumed."""
+    expected_wait_s: float | None = None
+    """How long a further message would wait for a worker, in seconds, by the latest turns; ``None``: not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,7 +66,7 @@ class Turn:
 
     __slots__ = (
         "_events", "_events_waiting_max", "_host", "_waiters", "attempt", "began_at", "deaths", "ending", "heard_at",
-        "lags", "outcome", "questions_open", "streams", "text", "tools_open", "tools_started", "turn_id",
+        "lags", "last_event", "outcome", "questions_open", "streams", "text", "tools_open", "tools_started", "turn_id",
     )  # fmt: skip
 
     def __init__(
@@ -79,11 +79,14 @@ class Turn:
         self.attempt = 1
         self.deaths = 0
         self.tools_started: list[str] = []
-        self.tools_open: set[str] = set()
+        self.tools_open: dict[str, str] = {}
+        """The names of the tools that run, by their calls."""
         self.questions_open: dict[str, float] = {}
         """Each with the moment (loop's clock) when its worker gives up waiting for an answer."""
         self.began_at = 0.0
         self.heard_at = 0.0
+        self.last_event: str | None = None
+        """The kind of the last message of its worker."""
         self.ending: HermesPoolError | Literal["cancelled"] | None = None
         """Why the turn is being ended before its reply; ``None`` while nobody wants that."""
         self.outcome: Reply | HermesPoolError | None = None

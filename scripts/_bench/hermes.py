@@ -70,7 +70,11 @@ def stage() -> Iterator[Stage]:
 
 @contextlib.asynccontextmanager
 async def pool(where: Stage, launcher: str, spares: int = 0) -> AsyncIterator[HermesSessionManager]:
-    """Open a pool of real Hermes workers, and see one session through, so that caches are warm."""
+    """Open a pool of real Hermes workers that is not the first one here, and see one session through.
+
+    So caches are warm, and the pool before has learnt what a first turn imports: the state that a host is in on every day
+    but its first.
+    """
     settings = settings_of(
         launcher,
         spares,
@@ -79,6 +83,8 @@ async def pool(where: Stage, launcher: str, spares: int = 0) -> AsyncIterator[He
         state_dir=where.folder / "state",
         worker_env=where.environment,
     )
+    async with HermesSessionManager(settings) as sessions:
+        await _said(sessions, "learn", 1)
     async with HermesSessionManager(settings) as sessions:
         await _said(sessions, "warm", 1)
         yield sessions

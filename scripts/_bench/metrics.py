@@ -217,7 +217,7 @@ METRICS: Mapping[str, Metric] = {
         options={"turns": 30, "workers": 3},
         quick={"turns": 10, "workers": 2},
         rounds={"heavy": 1, "all": 2},
-        note="many turns: 30, with --quick 10.",
+        note="many turns: 30, with --quick 10. As everywhere with the real Hermes, the state folder is not a new one.",
     ),
     "H5": Metric(
         title="Real Hermes: CPU time of a warm turn in its process, ms",

@@ -43,7 +43,12 @@ class Pool(Fleet):
         )
         how: dict[str, Any] = {"agent": "echo", "agent_options": {"durable": False}}
         if self.situation.faulty:
-            how = {"agent": AGENT, "agent_paths": (str(Path(__file__).parent),), "restarts_max": 0}
+            how = {
+                "agent": AGENT,
+                "agent_paths": (str(Path(__file__).parent),),
+                "restarts_max": 0,
+                "quarantine_after": 0,  # it is killed in the same message again and again
+            }
         settings = settings_of(
             self.launcher, self.spares, state_dir=folder, workers_max=self.situation.sessions + 8, **how
         )

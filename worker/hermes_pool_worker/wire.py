@@ -400,18 +400,12 @@ class FrameDecoder(Generic[T]):
 
         ``data`` is not kept: its memory may be used again.
         """
-        messages: list[T] = []
         if self.failed is not None:
-            return messages
+            return []
         buffer = self._buffer
         if not buffer and len(data) - HEADER_BYTES == int.from_bytes(data[:HEADER_BYTES], "big") <= self._limit:
-            # Exactly one whole frame, as nearly always: the short way.
-            try:
-                with memoryview(data) as view:
-                    messages.append(self._decode(view[HEADER_BYTES:]))
-            except _UNDECODABLE as error:
-                self.failed = _no_message(error)
-            return messages
+            return self._feed_one(data)
+        messages: list[T] = []
         if buffer:
             buffer += data
             data = buffer
@@ -439,6 +433,15 @@ class FrameDecoder(Generic[T]):
         elif start and buffer:
             del buffer[:start]
         return messages
+
+    def _feed_one(self, data: bytes | bytearray | memoryview) -> list[T]:
+        """Take exactly one whole frame, as nearly always: the short way."""
+        try:
+            with memoryview(data) as view:
+                return [self._decode(view[HEADER_BYTES:])]
+        except _UNDECODABLE as error:
+            self.failed = _no_message(error)
+            return []
 
 
 @functools.cache
