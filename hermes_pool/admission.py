@@ -371,13 +371,20 @@ class Admission:
     def _dispensable(self) -> list[Occupant]:
         """Return the idle sessions that may go, the least valuable first."""
         now = self._clock()
-        gains: dict[Occupant, float] = {}
-        for session, slot in self._slots.items():
-            idle_s = session.idle_s()
-            if idle_s is None or session.waiting or session in self._leaving or now < slot.not_before:
-                continue
-            gains[session] = gain(Idle(idle_s, slot.start_s, self.memory_of(session)))
-        return sorted(gains, key=lambda session: gains[session], reverse=True)
+        idle = [
+            session
+            for session, slot in self._slots.items()
+            if session.idle_s() is not None
+            and not session.waiting
+            and session not in self._leaving
+            and now >= slot.not_before
+        ]
+        return sorted(idle, key=self.worth)
+
+    def worth(self, session: Occupant) -> float:
+        """Return how much an idle session's worker is worth keeping: less, the more is gained by letting it go."""
+        slot = self._slots.get(session)
+        return -gain(Idle(session.idle_s() or 0.0, None if slot is None else slot.start_s, self.memory_of(session)))
 
     async def _let_go(self, session: Occupant) -> None:
         went = False

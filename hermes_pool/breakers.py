@@ -204,7 +204,8 @@ class Quarantine:
         deaths = self._killers[fingerprint].deaths
         raise MessageQuarantinedError(
             f"this message has ended {deaths} worker{'' if deaths == 1 else 's'} (quarantine_after) and is not sent "
-            f"again: word it differently, or mend what they died of and release it (fingerprint {fingerprint})",
+            f"again: word it differently, or mend what they died of and release it (fingerprint {fingerprint}) with "
+            f"release() or: hermes-pool release CONVERSATION {fingerprint}",
             fingerprint=fingerprint,
             deaths=deaths,
             conversation_id=self._conversation_id,

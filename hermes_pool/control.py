@@ -31,6 +31,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from hermes_pool.errors import HermesPoolError
+from hermes_pool.report import DeathReport
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool.threads import in_thread
 from hermes_pool_worker import wire
@@ -103,6 +104,26 @@ class Resize(_Request, frozen=True):
     workers_max: int
 
 
+class Deaths(_Request, frozen=True):
+    """Show the latest deaths; answered with ``DeathsReply``."""
+
+
+class Reset(_Request, frozen=True):
+    """Let starts in again, or all that a conversation is refused; answered with ``Done`` or ``Failed``."""
+
+    conversation_id: str | None = None
+    """``None``: the starts of the pool."""
+    user_id: str | None = None
+
+
+class Release(_Request, frozen=True):
+    """Let a quarantined message in again; answered with ``Done``, or ``Failed`` where it is not known."""
+
+    conversation_id: str
+    fingerprint: str
+    user_id: str | None = None
+
+
 class PsReply(_Response, frozen=True):
     """One supervisor and its sessions. ``started_at`` is ISO 8601 in UTC, ``version`` that of hermes-pool."""
 
@@ -112,6 +133,12 @@ class PsReply(_Response, frozen=True):
     started_at: str
     pool: PoolSnapshot | None = None
     """``None`` from a supervisor that is older than this field."""
+
+
+class DeathsReply(_Response, frozen=True):
+    """The deaths that a supervisor remembers, the latest first."""
+
+    reports: list[DeathReport]
 
 
 class Done(_Response, frozen=True):
@@ -126,8 +153,8 @@ class Failed(_Response, frozen=True):
     text: str
 
 
-Request: TypeAlias = Ps | Stop | Pause | Resume | Drain | Resize
-Response: TypeAlias = PsReply | Done | Failed
+Request: TypeAlias = Ps | Stop | Pause | Resume | Drain | Resize | Deaths | Reset | Release
+Response: TypeAlias = PsReply | DeathsReply | Done | Failed
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 

@@ -24,6 +24,9 @@ PASSED_ON = frozenset(
     }
 )  # fmt: skip
 
+RLIMITS_VARIABLE = "HERMES_POOL_RLIMITS"
+"""Tells a worker which limits it sets for itself."""
+
 
 def worker_environment(settings: PoolSettings, host: Mapping[str, str]) -> dict[str, str]:
     """Return the whole environment of a worker. ``host`` is the supervisor's own."""
@@ -36,4 +39,6 @@ def worker_environment(settings: PoolSettings, host: Mapping[str, str]) -> dict[
     # Paths and texts are UTF-8 in a worker, whatever the host's locale.
     environment["PYTHONUTF8"] = "1"
     environment.update(settings.worker_env)
+    if settings.worker_rlimits:
+        environment[RLIMITS_VARIABLE] = " ".join(f"{name}={value}" for name, value in settings.worker_rlimits.items())
     return environment

@@ -245,13 +245,21 @@ class TurnInterruptedError(WorkerCrashedError):
 
 
 class TurnTimeoutError(TurnError):
-    """The turn ran too long. ``limit`` is the setting that ended it: ``turn_timeout_s`` or ``progress_timeout_s``."""
+    """The turn ran too long. ``limit`` is the setting that ended it: ``turn_timeout_s`` or ``progress_timeout_s``.
+
+    ``verdict`` is what its worker was judged to be doing, and ``stacks`` are the Python stacks of the worker's threads,
+    where it did not obey the cancel and had to be killed.
+    """
 
     retryable = True
 
-    def __init__(self, message: str, *, limit: str, conversation_id: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, limit: str, conversation_id: str | None = None, verdict: str | None = None
+    ) -> None:
         super().__init__(message, conversation_id=conversation_id)
         self.limit = limit
+        self.verdict = verdict
+        self.stacks: tuple[str, ...] = ()
 
 
 class TurnCancelledError(TurnError):

@@ -24,6 +24,9 @@ import psutil
 MARKER_VARIABLE: Final = "HERMES_POOL_WORKER"
 """The environment variable that every worker carries and its tools inherit; its value tells whose they are."""
 
+STACKS_SIGNAL: Final = getattr(signal, "SIGUSR2", None)
+"""Asks a worker for the Python stacks of all its threads, on its stderr; ``None`` where there is no such signal."""
+
 CREATE_TIME_TOLERANCE_S: Final = 1.5
 """How far two readings of one process' create time may lie apart. Linux derives it from a boot time that is told in
 whole seconds, and so may jump by one while the clock is being adjusted."""
@@ -110,6 +113,38 @@ def marked(marker: str) -> list[psutil.Process]:
     return found
 
 
+def of_pool(pool: str) -> list[psutil.Process]:
+    """Return the living processes that carry any marker of a pool (``<pool>-...``), and what is below those."""
+    beginning = os.fsencode(f"{MARKER_VARIABLE}={pool}-")
+    children = _children()
+    found: dict[int, psutil.Process] = {}
+    for pid in psutil.pids():
+        if any(entry.startswith(beginning) for entry in _environment(pid)):
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.status() not in _GONE:
+                    found |= {each.pid: each for each in (process, *_below(process, children))}
+    return list(found.values())
+
+
+def kinship(pid: int) -> set[int]:
+    """Return the pids of a process, of all that it descends from, and of all that descends from it."""
+    found = {pid}
+    with suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        found |= {each.pid for each in process.parents()}
+        found |= {each.pid for each in _below(process, _children())}
+    return found
+
+
+def create_time(pid: int) -> float | None:
+    """Return when a process was created, in seconds since the epoch."""
+    try:
+        return psutil.Process(pid).create_time()
+    except (psutil.Error, OSError):
+        return None
+
+
 def kill(processes: Iterable[psutil.Process], wait_s: float = KILL_WAIT_S) -> list[int]:
     """Send SIGKILL to each that still is the same process; return the pids of those that are gone through it.
 
@@ -127,6 +162,18 @@ def kill(processes: Iterable[psutil.Process], wait_s: float = KILL_WAIT_S) -> li
             os.close(pidfd)
     deadline = time.monotonic() + wait_s
     return [process.pid for process, pidfd in dying if _ended(process, pidfd, deadline)]
+
+
+def catches(pid: int, number: int) -> bool:
+    """Say whether a process has a handler for a signal, which else would end it. ``False`` where that is not told."""
+    if sys.platform != "linux":
+        return False
+    try:
+        status = Path(f"/proc/{pid}/status").read_bytes()
+        mask = int(status.partition(b"SigCgt:")[2].split(maxsplit=1)[0], 16)
+    except (OSError, ValueError, IndexError):
+        return False
+    return bool(mask >> (number - 1) & 1)
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------

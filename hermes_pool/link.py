@@ -20,6 +20,7 @@ from hermes_pool import health
 from hermes_pool.errors import NoCapacityError, WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
 from hermes_pool.process import Command, Exit, Launcher, WorkerProcess
 from hermes_pool.threads import in_thread
+from hermes_pool.verdict import stacks_of
 from hermes_pool_worker import wire
 
 EXIT_UNUSABLE = 78
@@ -31,6 +32,8 @@ DEAF_EXIT_S = 1.0
 """How long a worker that has closed its side of the wire may live on."""
 KILLED_EXIT_S = 5.0
 """How long a process may take to go after SIGKILL; one in an uninterruptible call takes longer, and is reported."""
+STACKS_S = 0.5
+"""How long the Python stacks of a worker that hangs may take to come, at most."""
 STDERR_LINE_CHARS = 2000
 """Longer lines are cut: one line of a gigabyte must not live in the host."""
 
@@ -152,6 +155,10 @@ class WorkerLink:
         self._exit: Exit | None = None
         self._ended = False
         self._cause: str | None = None
+        self.asked_at: float | None = None
+        """When it was asked for a sign of life (monotonic time); ``None`` when it owes none."""
+        self._pings = 0
+        self._overhears: Callable[[str], None] | None = None
         self._wanted = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -229,6 +236,36 @@ class WorkerLink:
         if self.process is not None:
             self.process.write(self._encoder.encode(message))
 
+    def ask(self) -> None:
+        """Ask for a sign of life, unless it owes one already; whatever it sends next is one."""
+        if self.asked_at is None:
+            self.asked_at = monotonic()
+            self._pings += 1
+            self.send(wire.Ping(self._pings))
+
+    async def take_stacks(self) -> tuple[str, ...]:
+        """Return the Python stacks of all its threads, or nothing where it cannot tell them in time.
+
+        It interrupts what a thread waits for in the system: to be asked right before a kill, and of nobody else.
+        """
+        process = self.process
+        if process is None or health.STACKS_SIGNAL is None or self._exit is not None:
+            return ()
+        if not await in_thread(partial(health.catches, process.pid, health.STACKS_SIGNAL)):
+            return ()
+        lines: list[str] = []
+        self._overhears = lines.append
+        process.send_signal(health.STACKS_SIGNAL)
+        told = -1
+        loop = asyncio.get_running_loop()
+        end = loop.time() + STACKS_S
+        while loop.time() < end and (told != len(lines) or not lines):  # until nothing more comes
+            told = len(lines)
+            await asyncio.sleep(STACKS_S / 10)
+        self._overhears = None
+        self.stacks = stacks_of(lines)
+        return self.stacks
+
     def pause_reading(self) -> None:
         """Slow the worker down: nobody consumes what it sends. Not once it has ended, or its end would go unseen."""
         if self.process is not None and self._exit is None:
@@ -243,6 +280,7 @@ class WorkerLink:
 
     def stdout_received(self, data: bytes | memoryview) -> None:
         """Take the next bytes of the wire."""
+        self.asked_at = None
         for message in self._decoder.feed(data):
             if isinstance(message, wire.TurnMessage):
                 self.listener.link_heard(message)
@@ -251,7 +289,7 @@ class WorkerLink:
             elif (awaited := self._awaited.get(type(message))) is not None and not awaited.done():
                 awaited.set_result(message)
         if self._decoder.failed is not None and self._cause is None:
-            self._condemn(f"broke the protocol ({self._decoder.failed})")
+            self.condemn(f"broke the protocol ({self._decoder.failed})")
 
     def stdout_ended(self) -> None:
         """Take note that the wire has ended: the process must be ending, or is made to."""
@@ -259,7 +297,7 @@ class WorkerLink:
         if self._exit is not None:
             self._die()
         elif self._timer is None:
-            self._after(DEAF_EXIT_S, lambda: self._condemn("closed its side of the wire"))
+            self._after(DEAF_EXIT_S, lambda: self.condemn("closed its side of the wire"))
 
     def stderr_received(self, data: bytes | memoryview) -> None:
         """Take the next bytes of its log."""
@@ -279,7 +317,8 @@ class WorkerLink:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(delay_s, act)
 
-    def _condemn(self, cause: str) -> None:
+    def condemn(self, cause: str) -> None:
+        """Kill it at once for ``cause``, which follows "the worker". It counts as a death that nobody wanted."""
         self._cause = self._cause or cause
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
@@ -304,6 +343,8 @@ class WorkerLink:
         self.listener.link_died(self, self.death)
 
     def _said(self, line: str) -> None:
+        if self._overhears is not None:
+            self._overhears(line)
         self.listener.link_said(line)
 
     # --- ending ---

@@ -15,10 +15,13 @@ from typing import Any, Literal, Self
 
 from hermes_pool import control, health
 from hermes_pool.admission import Admission, Condition, Drained
+from hermes_pool.caretaker import Caretaker
 from hermes_pool.errors import HermesPoolError, PoolClosedError
 from hermes_pool.lifecycle import State
 from hermes_pool.link import Stopped
 from hermes_pool.log import logger
+from hermes_pool.report import DeathReport
+from hermes_pool.sampling import Sampler
 from hermes_pool.session import Session, Surroundings
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
@@ -55,10 +58,13 @@ class HermesSessionManager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unsaved: dict[Session, float] = {}
         self._save_wanted = asyncio.Event()
+        self._reports: deque[DeathReport] = deque(maxlen=REPORTS_KEPT)
         self._closing: asyncio.Task[dict[SessionKey, Stopped]] | None = None
         self._log = logger()
+        self._sampler = Sampler()
         self._admission = Admission(
             settings=self.settings,
+            memory_of=self._memory_of,
             sessions=lambda: list(self._sessions.values()),
             in_background=self._in_background,
             log=self._log,
@@ -84,7 +90,8 @@ class HermesSessionManager:
             save_soon=self._save_soon,
             in_background=self._in_background,
             new_turn_id=lambda: f"{prefix}-{next(numbers)}",
-            reports=deque(maxlen=REPORTS_KEPT),
+            reports=self._reports,
+            sampler=self._sampler,
         )
         self._started_at = datetime.now(UTC)
         self._control = control.ControlServer(settings.state_dir, self._answer)
@@ -94,6 +101,15 @@ class HermesSessionManager:
             self._log.warning("control_socket_failed", error=str(error))
         self._admission.become(Condition.OPEN)
         self._around.starter.warm_up()
+        caretaker = Caretaker(
+            settings,
+            self._sampler,
+            wards=lambda: list(self._sessions.values()),
+            worth=self._admission.worth,
+            in_background=self._in_background,
+            log=self._log,
+        )
+        self._in_background(caretaker.run())
         self._in_background(self._sweep())
         self._in_background(self._save_always())
         self._log.info("pool_opened", agent=settings.agent, state_dir=str(settings.state_dir))
@@ -172,8 +188,7 @@ class HermesSessionManager:
 
     async def set_runtime(self, conversation_id: str, runtime: Literal["hermes", "jarvis"]) -> None:
         """Say who answers a conversation from now on: the key ``runtime`` of its ``agent_state``, and no other."""
-        if self._admission.condition in (Condition.NEW, Condition.CLOSED):
-            self._admission.refuse_new()
+        self._refuse_unless_open()
         await self._store.set_runtime(conversation_id, runtime)
 
     async def sessions(self) -> list[SessionSnapshot]:
@@ -181,20 +196,25 @@ class HermesSessionManager:
         rows = [session.snapshot() for session in self._sessions.values()] + self._around.starter.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
         looks = dict(zip(identities, await in_thread(partial(health.look_all, identities)), strict=True))
+        deaths = {report.conversation_id: report.report_id for report in self._reports}
         seen = []
         for row in rows:
             look = looks.get((row.pid, row.create_time))  # type: ignore[arg-type]
             more: dict[str, Any] = (
                 {} if look is None else {"health": look.health, "rss_bytes": look.rss_bytes, "cpu_s": look.cpu_s}
             )
-            seen.append(replace(row, supervisor_pid=os.getpid(), **more))
+            last_death = deaths.get(row.conversation_id)
+            seen.append(replace(row, supervisor_pid=os.getpid(), last_death=last_death, **more))
         return seen
 
     # --- the pool as a whole ---
 
     def pool(self) -> PoolSnapshot:
-        """Return the pool's condition, its limit, and who waits."""
-        return self._admission.snapshot()
+        """Return the pool's condition, its limit, who waits, and whether workers can be started."""
+        seen = self._admission.snapshot()
+        if self._admission.condition is Condition.NEW:
+            return seen
+        return replace(seen, starts=self._around.starter.breaker.snapshot())
 
     async def pause(self, deadline_s: float = 0.0) -> int:
         """Begin no more turns: messages wait, up to ``wait_timeout_s``, until ``resume``. Turns that run go on.
@@ -224,6 +244,48 @@ class HermesSessionManager:
         """
         self._admission.resize(workers_max)
 
+    # --- what went wrong, and another chance ---
+
+    def deaths(self) -> list[DeathReport]:
+        """Return the reports of the workers that died unasked, the latest first. 64 are kept, in memory only.
+
+        The same report is in the error of the turn (``WorkerCrashedError.report``) and in the log (``worker_died``).
+        """
+        return list(reversed(self._reports))
+
+    def reset(self, conversation: str | SessionKey | None = None) -> None:
+        """Let in at once what is refused for a while; for whoever has mended something that the pool cannot see.
+
+        Without a conversation: starts of workers, refused with ``PoolUnavailableError`` and its kind. With one: its own
+        back-off (``RestartBackoffError``) ends, its deaths are forgotten, and all its quarantined messages are
+        released; nothing happens where it is not known here. ``InvalidKeyError``, ``PoolClosedError``.
+        """
+        self._refuse_unless_open()
+        if conversation is None:
+            self._around.starter.breaker.reset()
+            self._log.info("starts_reset")
+        elif (session := self._sessions.get(_key(conversation))) is not None:
+            session.restarts.reset()
+            session.quarantine.reset()
+            self._log.info("session_reset", conversation_id=session.key.conversation_id)
+
+    def release(self, conversation: str | SessionKey, fingerprint: str) -> bool:
+        """Let a quarantined message in again, by the fingerprint that its ``MessageQuarantinedError`` has.
+
+        Return whether it was known: fingerprints are of one supervisor, and gone with it. The deaths that it has caused
+        are forgotten, so that it may end ``quarantine_after`` workers again. ``InvalidKeyError``, ``PoolClosedError``.
+        """
+        self._refuse_unless_open()
+        session = self._sessions.get(_key(conversation))
+        if session is None or not session.quarantine.release(fingerprint):
+            return False
+        self._log.info("message_released", conversation_id=session.key.conversation_id, fingerprint=fingerprint)
+        return True
+
+    def _refuse_unless_open(self) -> None:
+        if self._admission.condition in (Condition.NEW, Condition.CLOSED):
+            self._admission.refuse_new()
+
     # --- sessions ---
 
     def _session(self, conversation: str | SessionKey) -> Session:
@@ -250,6 +312,11 @@ class HermesSessionManager:
             self._by_id.pop(key.conversation_id, None)
 
     # --- in the background ---
+
+    def _memory_of(self, session: Any) -> int | None:
+        worker = session.worker
+        samples = () if worker is None else self._sampler.samples(worker)
+        return (samples[-1].unique_bytes or samples[-1].rss_bytes) if samples else None
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         task = asyncio.get_running_loop().create_task(work)
@@ -330,6 +397,19 @@ class HermesSessionManager:
                 self.resize(request.workers_max)
                 pool = self.pool()
                 return control.Done(f"{pool.workers} of {pool.workers_max} workers")
+            case control.Deaths():
+                return control.DeathsReply(self.deaths())
+            case control.Reset(conversation_id=None):
+                self.reset()
+                return control.Done("starts are let in")
+            case control.Reset(conversation_id=str(conversation_id)):
+                self.reset(key := SessionKey(conversation_id, request.user_id))
+                return control.Done("reset" if key in self._sessions else "it is not known here: nothing to reset")
+            case control.Release():
+                key = SessionKey(request.conversation_id, request.user_id)
+                if not self.release(key, request.fingerprint):
+                    return control.Failed(f"no message of it with the fingerprint {request.fingerprint} has killed")
+                return control.Done("released")
 
 
 def _turns(count: int) -> str:

@@ -115,6 +115,7 @@ class PipeReader:
     def __init__(self, file: BinaryIO, received: Callable[[memoryview], None], ended: Callable[[], None]) -> None:
         os.set_blocking(file.fileno(), False)
         self._file = file
+        self._descriptor = file.fileno()
         self._received = received
         self._ended = ended
         self._loop = asyncio.get_running_loop()
@@ -123,7 +124,7 @@ class PipeReader:
 
     def _read(self) -> None:
         try:
-            size = os.readv(self._file.fileno(), [_shared_buffer])
+            size = os.readv(self._descriptor, _shared_buffers)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -160,8 +161,57 @@ class PipeReader:
             self._file.close()
 
 
+class PipeWriter:
+    """The writing end of one pipe. What the pipe does not take at once is copied, queued, and written later."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        os.set_blocking(file.fileno(), False)
+        self._file = file
+        self._descriptor = file.fileno()
+        self._queue = bytearray()
+        self._loop = asyncio.get_running_loop()
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Send bytes. Never raises: whoever reads no more has ended, which others tell."""
+        if self._file.closed:
+            return
+        if self._queue:
+            self._queue += data
+            return
+        try:
+            sent = os.write(self._descriptor, data)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            self.close()
+            return
+        if sent < len(data):
+            with memoryview(data) as view:
+                self._queue += view[sent:]
+            self._loop.add_writer(self._descriptor, self._write_queue)
+
+    def _write_queue(self) -> None:
+        try:
+            del self._queue[: os.write(self._descriptor, self._queue)]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.close()
+            return
+        if not self._queue:
+            self._loop.remove_writer(self._descriptor)
+
+    def close(self) -> None:
+        """Write no more, ever; what is queued is dropped."""
+        if not self._file.closed:
+            self._loop.remove_writer(self._descriptor)
+            self._file.close()
+            self._queue.clear()
+
+
 _DRAIN_READS = 4
 _shared_buffer = bytearray(PIPE_BYTES)
+_shared_buffers = (_shared_buffer,)
 _shared_view = memoryview(_shared_buffer)
 
 
@@ -171,7 +221,7 @@ class ChildPipes:
     def __init__(self) -> None:
         self._files: list[BinaryIO] = []
         self.reader: PipeReader | None = None
-        self.writer: asyncio.WriteTransport | None = None
+        self.writer: PipeWriter | None = None
         self._stderr_reader: PipeReader | None = None
         try:
             self._stdin, self._our_out = self._pipe()
@@ -193,11 +243,11 @@ class ChildPipes:
         """Return the descriptors that become the child's 0, 1 and 2."""
         return self._stdin.fileno(), self._stdout.fileno(), self._stderr.fileno()
 
-    async def connect(self, listener: Listener) -> None:
+    def connect(self, listener: Listener) -> None:
         """Let go of the child's ends, and hand what comes through ours to the listener from now on."""
         for end in (self._stdin, self._stdout, self._stderr):
             end.close()
-        self.writer, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, self._our_out)
+        self.writer = PipeWriter(self._our_out)
         self.reader = PipeReader(self._our_in, listener.stdout_received, listener.stdout_ended)
         self._stderr_reader = PipeReader(self._our_err, listener.stderr_received, lambda: None)
 
@@ -205,15 +255,9 @@ class ChildPipes:
         """Let go of everything; what was not sent is dropped. Last words on stderr are still heard."""
         if self._stderr_reader is not None:
             self._stderr_reader.drain()
-        for reader in (self.reader, self._stderr_reader):
-            if reader is not None:
-                reader.close()
-        if self.writer is not None:
-            self._files.remove(self._our_out)  # the transport's now
-            # One whose other end is gone has closed by itself, and does not take it twice.
-            if not self.writer.is_closing():
-                self.writer.abort()
-            self.writer = None
+        for end in (self.reader, self._stderr_reader, self.writer):
+            if end is not None:
+                end.close()
         for file in self._files:
             file.close()
         self._files.clear()
@@ -249,9 +293,8 @@ class PidfdProcess:
 
     def write(self, data: bytes | bytearray) -> None:
         """Send bytes."""
-        writer = self._pipes.writer
-        if writer is not None and not writer.is_closing():
-            writer.write(data)
+        if self._pipes.writer is not None:
+            self._pipes.writer.write(data)
 
     def pause_reading(self) -> None:
         """Read no more for now."""
@@ -274,11 +317,26 @@ class PidfdProcess:
         self._pipes.close()
 
 
+LIFELINE_VARIABLE = "HERMES_POOL_LIFELINE"
+"""The environment variable that tells a process which of its descriptors is the lifeline."""
+
+
+def with_lifeline(environment: Mapping[str, str], descriptor: int | None) -> dict[str, Any]:
+    """Return the arguments of ``subprocess`` that give a process its environment and, if there is one, the lifeline."""
+    if descriptor is None:
+        return {"env": environment}
+    return {"env": {**environment, LIFELINE_VARIABLE: str(descriptor)}, "pass_fds": (descriptor,)}
+
+
 class SpawnLauncher:
     """Pipes of our own, ``subprocess`` (vfork and exec, so threads of the host do no harm), and a pidfd."""
 
+    def __init__(self, lifeline: Callable[[], int | None] = lambda: None) -> None:
+        """Prepare. ``lifeline`` returns the descriptor that a worker has to inherit, to die with the supervisor."""
+        self._lifeline = lifeline
+
     async def launch(self, command: Command, listener: Listener) -> WorkerProcess:
-        """Start a process in a session of its own, with nothing inherited but its three standard descriptors."""
+        """Start a process in a session of its own. It inherits its three standard descriptors and the lifeline."""
         pipes = ChildPipes()
         process: PidfdProcess | None = None
         try:
@@ -288,12 +346,12 @@ class SpawnLauncher:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                env=command.env,
                 cwd=command.cwd,
                 start_new_session=True,
+                **with_lifeline(command.env, self._lifeline()),
             )
             process = self._watched(popen, pipes, listener)
-            await pipes.connect(listener)
+            pipes.connect(listener)
         except BaseException:
             if process is not None:
                 process.send_signal(signal.SIGKILL)

@@ -10,11 +10,11 @@ import random
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
-from functools import partial
 from logging import DEBUG, INFO
+from time import monotonic
 from typing import Any, Literal
 
-from hermes_pool import lifecycle
+from hermes_pool import health, lifecycle
 from hermes_pool.admission import Admission, Condition
 from hermes_pool.breakers import Quarantine, RestartBudget
 from hermes_pool.clocks import TurnClocks
@@ -40,12 +40,14 @@ from hermes_pool.lifecycle import Event, State
 from hermes_pool.link import Death, Stopped, WorkerLink, kill_strays
 from hermes_pool.log import wants
 from hermes_pool.report import DeathReport
+from hermes_pool.sampling import Sampler
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.start import LAUNCHES_MAX, Starter
 from hermes_pool.store import ConversationStore
 from hermes_pool.threads import in_thread
 from hermes_pool.turn import Reply, Turn
+from hermes_pool.verdict import Identity, Judgement, Sample, Signs, Verdict
 from hermes_pool_worker import wire
 
 SWEEP_UP_AFTER_S = 0.1
@@ -66,6 +68,7 @@ class Surroundings:
     host: str
     log: Any
     admission: Admission
+    sampler: Sampler
     save_soon: "Callable[[Session], None]"
     """Called when there is something new to store."""
     in_background: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
@@ -107,6 +110,10 @@ class Session:
         self._unreplaced: DeathReport | None = None
         """The death of the last worker, until another one has taken over."""
         self._notice: str | None = None
+        self.judgement: Judgement | None = None
+        """What the worker was up to when it was looked at last, in a turn."""
+        self._recycle: str | None = None
+        """Why the worker goes after this turn; ``None``: it stays."""
         self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
 
     # --- what the manager asks ---
@@ -139,6 +146,7 @@ class Session:
         now, ledger = self._loop.time(), self.ledger
         link = self._link or self._begun
         process = link.process if link is not None else None
+        restarts = self.restarts.snapshot()
         return SessionSnapshot(
             conversation_id=self.key.conversation_id,
             user_id=self.key.user_id,
@@ -156,10 +164,13 @@ class Session:
             restart_count=ledger.restart_count,
             last_used_at=ledger.last_used,
             last_error=ledger.last_error or (None if ledger.save_error is None else str(ledger.save_error)),
+            restarts=restarts.state,
+            retry_after_s=restarts.retry_after_s,
+            quarantined=tuple(each.fingerprint for each in self.quarantine.snapshot() if each.quarantined),
             host=self._around.host,
         )
 
-    async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False) -> bool:
+    async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False, reason: str = "idle") -> bool:
         """Let the worker go if it has been idle that long: metadata first, then the kill. Say whether it went.
 
         It is a claim and no check: the lock is held throughout, the idleness is looked at again under it, and a message
@@ -177,7 +188,7 @@ class Session:
             if self.waiting or self.state is not State.IDLE:  # somebody came while it was saved
                 self.ledger.save_soon()
                 return False
-            await self._stop_worker("idle")
+            await self._stop_worker(reason)
             return True
         finally:
             self._lock.release()
@@ -208,6 +219,72 @@ class Session:
         stopped = await self.stop("the pool is closing")
         self._clocks.stop()
         return stopped
+
+    # --- what the caretaker asks (caretaker.Ward) ---
+
+    @property
+    def worker(self) -> Identity | None:
+        """The worker, if it is ready."""
+        return self.ledger.worker
+
+    @property
+    def worker_age_s(self) -> float:
+        """For how long the worker runs, in seconds."""
+        return 0.0 if self._link is None else monotonic() - self._link.started_at
+
+    def ask(self) -> None:
+        """Ask the worker for a sign of life, unless it owes one already."""
+        if self._link is not None:
+            self._link.ask()
+
+    def signs(self, samples: tuple[Sample, ...], at_rest: frozenset[Identity], trusted_from: float) -> Signs:
+        """Return all that is known of the worker in its turn."""
+        turn, now = self._turn, self._loop.time()
+        excuse = None
+        if turn is not None and turn.lags:
+            excuse = "waits until its events are read"
+        elif turn is not None and turn.questions_open:
+            excuse = "waits for an answer"
+        return Signs(
+            now=now,
+            heard_at=now if turn is None else turn.heard_at,
+            begun=turn is None or turn.last_event is not None,
+            asked_at=None if self._link is None else self._link.asked_at,
+            samples=samples,
+            at_rest=at_rest,
+            tools_open=() if turn is None else tuple(turn.tools_open.values()),
+            excuse=excuse,
+            trusted_from=trusted_from,
+        )
+
+    def judged(self, judgement: Judgement | None) -> None:
+        """Take note of what the worker is up to."""
+        self.judgement = judgement
+
+    async def replace_stuck(self, judgement: Judgement) -> None:
+        """End a worker that hangs, and learn before where; its turn goes on as after any other death."""
+        link = self._link
+        if link is None or self.state is not State.BUSY or link.verdict is not None:
+            return
+        link.verdict = f"{judgement.verdict}: {judgement.reason}"
+        self._log.warning("worker_stuck", verdict=judgement.verdict.value, reason=judgement.reason)
+        if judgement.verdict is not Verdict.FROZEN:
+            await link.take_stacks()
+        link.condemn(f"was {judgement.verdict} ({judgement.reason})")
+
+    async def kill_for(self, reason: str) -> None:
+        """End the worker at once. An idle one is saved first: nobody waits for it."""
+        if self.state is State.IDLE:
+            await self.ledger.save("dormant")
+        if self._link is not None:
+            self._link.condemn(reason)
+
+    def recycle(self, reason: str) -> None:
+        """Let the worker go: now if it is idle, else after its turn."""
+        if self.state is State.BUSY:
+            self._recycle = reason
+        else:
+            self._around.in_background(self.hibernate(0.0, reason=reason))
 
     # --- what turns ask (turn.TurnHost) ---
 
@@ -501,7 +578,19 @@ class Session:
             self._link.resume_reading()
         turn.settle(outcome)
         self.ledger.used()
-        self._lock.release()
+        if self._recycle is None:
+            self._lock.release()
+        else:
+            self._around.in_background(self._let_go(self._recycle))
+
+    async def _let_go(self, reason: str) -> None:
+        """Let the worker go between two turns, and only then the next message in."""
+        self._recycle = None
+        try:
+            if self.state is State.IDLE and await self.ledger.save("dormant"):
+                await self._stop_worker(reason)
+        finally:
+            self._lock.release()
 
     def link_said(self, line: str) -> None:
         """Pass a line of the worker's stderr on to the log."""
@@ -512,17 +601,22 @@ class Session:
     def _over_limit(self, turn: Turn, limit: str, seconds: float) -> None:
         self._log.warning("turn_timed_out", turn_id=turn.turn_id, limit=limit)
         what = "no reply" if limit == "turn_timeout_s" else "no sign of progress"
-        self.cancel(
-            turn, TurnTimeoutError(f"{what} for {seconds:g} s ({limit})", limit=limit, conversation_id=self._id)
-        )
+        judgement = self.judgement
+        verdict = None if judgement is None else f"{judgement.verdict}: {judgement.reason}"
+        said = f"{what} for {seconds:g} s ({limit})" + (f"; its worker was {verdict}" if verdict else "")
+        self.cancel(turn, TurnTimeoutError(said, limit=limit, conversation_id=self._id, verdict=verdict))
 
     def _force(self, turn: Turn) -> None:
         """Replace a worker that has not obeyed a cancel."""
         if turn is self._turn and self.state is State.BUSY and self._link is not None:
             self._became(Event.STOP_BEGUN, reason="the turn did not end when it was cancelled")
-            self._around.in_background(
-                self._link.kill("did not obey a cancel", term_grace_s=self._settings.term_grace_s)
-            )
+            self._around.in_background(self._replace_deaf(self._link, turn))
+
+    async def _replace_deaf(self, link: WorkerLink, turn: Turn) -> None:
+        stacks = await link.take_stacks()
+        if isinstance(turn.ending, TurnTimeoutError):
+            turn.ending.stacks = stacks
+        await link.kill("did not obey a cancel", term_grace_s=self._settings.term_grace_s)
 
     async def _stop_worker(self, reason: str) -> Stopped | None:
         link = self._link
@@ -541,7 +635,8 @@ class Session:
             return  # it never became ready; its start tells the story
         self._link = None
         self._became(Event.DIED, exit=str(death), wanted=death.wanted)
-        self.ledger.status, self.ledger.worker = "dormant", None
+        worker, self.ledger.worker = self.ledger.worker, None
+        self.ledger.status, self.judgement, self._recycle = "dormant", None, None
         turn = self._turn
         report = report_of(
             link,
@@ -550,10 +645,11 @@ class Session:
             conversation_id=self._id,
             incarnation=self.ledger.incarnation,
             now=self._loop.time(),
+            memory=() if worker is None else self._memory_of(worker),
         )
         if not death.wanted:
             self._mourn(report, turn)
-            self._around.in_background(_sweep_up(link.marker))
+            self._around.in_background(_sweep_up(link.marker, self._around.sampler, worker))
             # Whoever waits for this turn comes first: the log may take longer than all else here.
             self._loop.call_later(0, self._tell, report)
         if turn is None:
@@ -562,6 +658,11 @@ class Session:
             self._settle(turn, self._ended_early(turn))
         else:
             self._around.in_background(self._recover(turn, report))
+
+    def _memory_of(self, worker: Identity) -> list[tuple[float, int]]:
+        now = self._loop.time()
+        samples = self._around.sampler.samples(worker)
+        return [(now - each.at, each.unique_bytes or each.rss_bytes or 0) for each in samples]
 
     def _mourn(self, report: DeathReport, turn: Turn | None) -> None:
         """Take note of a death that nobody wanted."""
@@ -647,9 +748,11 @@ class Session:
         return self.key.conversation_id
 
 
-async def _sweep_up(marker: str) -> None:
+async def _sweep_up(marker: str, sampler: Sampler, worker: Identity | None) -> None:
     """End what the tools of a dead worker have left; a little later, since whoever waits for the turn comes first."""
     try:
         await asyncio.sleep(SWEEP_UP_AFTER_S)
     finally:  # also when the pool closes before
-        await in_thread(partial(kill_strays, marker))
+        await in_thread(lambda: (kill_strays(marker), worker is not None and health.kill(sampler.kin(worker))))
+        if worker is not None:
+            sampler.forget(worker)

@@ -116,6 +116,9 @@ class PoolSettings:
     """Limit of a turn, from its hand-over to a worker to its end, restarts included."""
     progress_timeout_s: float = 600.0
     """Limit of silence in a turn. Its clock stands still while a tool runs or a question waits for its answer."""
+    question_timeout_s: float | None = None
+    """Longest wait for the answer to a question (an approval, say), after which it counts as denied; ``None``: as long
+    as the agent allows, which with Hermes is ``approvals.timeout`` of its configuration."""
     close_grace_s: float = 5.0
     """How long a worker may take to end by itself, after a cancel or a request to close, before it is signalled."""
     term_grace_s: float = 2.0
@@ -260,7 +263,7 @@ class PoolSettings:
             )
 
     def _check_memory(self) -> None:
-        for name in (*_MEMORY_MARKS, "memory_total_bytes", "worker_age_max_s"):
+        for name in (*_MEMORY_MARKS, "memory_total_bytes", "worker_age_max_s", "question_timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SettingsError(f"{name} must be over 0, or None for no limit, not {value!r}")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from hermes_pool.breakers import BreakerSnapshot, BreakerState
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSnapshot:
@@ -18,6 +20,9 @@ class PoolSnapshot:
     """Messages that wait for the pool to be resumed."""
     expected_wait_s: float | None = None
     """How long a further message would wait for a worker, in seconds, by the latest turns; ``None``: not known yet."""
+    starts: BreakerSnapshot | None = None
+    """Whether workers are started, or refused since the starts before have failed, and why. ``None``: from a pool that
+    was never opened, or a supervisor that is older than this field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,5 +63,14 @@ class SessionSnapshot:
     last_used_at: str | None = None
     """End of the last turn, ISO 8601 in UTC."""
     last_error: str | None = None
+    restarts: str = BreakerState.CLOSED.value
+    """A ``breakers.BreakerState``: ``open`` while no worker is started for it, since they died too often;
+    ``half_open`` when that time is over, and the next turn decides."""
+    retry_after_s: float | None = None
+    """In how many seconds a worker is started again; ``None`` where nobody has to wait."""
+    quarantined: tuple[str, ...] = ()
+    """Fingerprints of the messages that are not sent any more, since they ended too many workers."""
+    last_death: str | None = None
+    """The report (``DeathReport.report_id``) of the last worker that died unasked, as long as it is kept."""
     host: str | None = None
     supervisor_pid: int | None = None

@@ -1,20 +1,30 @@
 """Gets a worker for a session: what is run, in which environment, and what happens when that fails."""
 
 import asyncio
+import os
+import random
 import secrets
+import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import hermes_pool_worker
+from hermes_pool.breakers import StartBreaker
 from hermes_pool.environment import worker_environment
 from hermes_pool.errors import WorkerStartError
 from hermes_pool.health import MARKER_VARIABLE
+from hermes_pool.leftovers import Leftovers, end_session
+from hermes_pool.lifeline import Lifeline
 from hermes_pool.link import LinkListener, WorkerLink
-from hermes_pool.process import HAS_PIDFD, Command, Launcher, PortableLauncher, SpawnLauncher
+from hermes_pool.process import HAS_PIDFD, Command, Launcher, PortableLauncher, SpawnLauncher, WorkerProcess
 from hermes_pool.settings import PoolSettings
 from hermes_pool.spares import Spares
+from hermes_pool.stamps import stamps_of
+from hermes_pool.threads import in_thread
 from hermes_pool.zygote import ZygoteLauncher
 from hermes_pool_worker import wire
 
@@ -31,36 +41,68 @@ class Starter:
         self._environment = worker_environment(settings, host_environment)
         self._cwd = settings.worker_cwd or settings.state_dir / "workspace"
         self._data_dir = str(settings.state_dir / "agents" / settings.agent.replace(":", "_"))
+        self._log = log
+        self._pool = secrets.token_hex(8)
+        self._markers = (f"{self._pool}-{number}" for number in count(1))
+        self._leftovers = Leftovers(settings.state_dir, self._pool, log)
+        self._sweeping: set[asyncio.Task[None]] = set()
+        self._lifeline = Lifeline(
+            # The host's own interpreter: that of the workers may be anything.
+            (sys.executable, "-I", "-S", str(WORKER_PROGRAM), "--guardian", self._pool),
+            {MARKER_VARIABLE: f"{self._pool}-guardian"},
+            log,
+        )
         self._launcher = self._choose_launcher(log)
+        self.breaker = StartBreaker(settings, monotonic, random.random, self._ground)
         self.spares = Spares(settings.spares, self._start_spare, log)
-        pool = secrets.token_hex(8)
-        self._markers = (f"{pool}-{number}" for number in count(1))
 
     def _choose_launcher(self, log: Any) -> Launcher:
         settings = self._settings
         if settings.launcher == "portable" or not HAS_PIDFD:
             return PortableLauncher()
         if settings.launcher == "spawn":
-            return SpawnLauncher()
+            return SpawnLauncher(self._lifeline.inherit)
         return ZygoteLauncher(
-            self._command(),
+            self._command(**{MARKER_VARIABLE: f"{self._pool}-zygote"}),
             settings.agent_options,
             settings.state_dir / "preload",
             settings.start_timeout_s / 2,  # so that the same start may still go the other way
             log,
+            lifeline=self._lifeline.inherit,
+            on_widowed=self._end_session,
         )
 
     def warm_up(self) -> None:
-        """Begin with what makes the first starts quick."""
+        """Take ownership of the pool's processes, and begin with what makes the first starts quick."""
+        self._leftovers.record()
+        self._in_background(self._leftovers.sweep)
         self._make_workspace()
         if isinstance(self._launcher, ZygoteLauncher):
             self._launcher.warm_up()
         self.spares.refill()
 
     async def close(self) -> None:
-        """End what was kept for further starts."""
+        """End what was kept for further starts, and whatever else is left of the pool's processes."""
         await self.spares.close()
         await self._launcher.close()
+        await self._lifeline.close()
+        if self._sweeping:
+            await asyncio.wait(self._sweeping)
+        self._leftovers.forget()
+
+    def _end_session(self, worker: WorkerProcess) -> None:
+        self._in_background(partial(end_session, worker.pid, worker.create_time, self._pool))
+
+    def _in_background(self, work: Callable[[], object]) -> None:
+        async def run() -> None:
+            try:
+                await in_thread(work)
+            except OSError as error:
+                self._log.warning("sweep_failed", error=str(error))
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._sweeping.add(task)
+        task.add_done_callback(self._sweeping.discard)
 
     def _learn(self, modules: Sequence[str]) -> None:
         if isinstance(self._launcher, ZygoteLauncher):
@@ -70,8 +112,22 @@ class Starter:
         if self._settings.worker_cwd is None:
             self._cwd.mkdir(parents=True, exist_ok=True)
 
+    def _ground(self) -> object:
+        """Return what a start stands on, as far as files show it: has it changed, somebody has mended something."""
+        settings = self._settings
+        module, _, factory = settings.agent.partition(":")
+        files = [f"{folder}/{module}.py" for folder in settings.agent_paths] if factory else []
+        home = settings.hermes_home
+        config = [str(home / name) for name in ("config.yaml", ".env")] if home is not None else []
+        return (
+            stamps_of([settings.worker_python, *settings.agent_paths, *files, *config]),
+            os.access(settings.worker_python, os.X_OK),
+            self._cwd.is_dir(),
+        )
+
     async def start(
         self,
+        conversation_id: str,
         request: Coroutine[Any, Any, wire.Open],
         listener: LinkListener,
         on_failure: Callable[[WorkerStartError], None],
@@ -85,7 +141,8 @@ class Starter:
         deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
         asked = asyncio.ensure_future(request)
         try:
-            return await self._start(asked, listener, on_failure, deadline)
+            with self.breaker.start(conversation_id):
+                return await self._start(asked, listener, on_failure, deadline)
         finally:
             asked.cancel()
             await asyncio.wait({asked})
@@ -148,6 +205,7 @@ class Starter:
             conversation_id,
             options=dict(settings.agent_options),
             data_dir=self._data_dir,
+            question_timeout_s=settings.question_timeout_s,
             **session,
         )
 

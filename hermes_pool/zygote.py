@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,16 @@ from typing import Any
 
 import msgspec
 
-from hermes_pool.process import ChildPipes, Command, Exit, Listener, PidfdProcess, SpawnLauncher, WorkerProcess
+from hermes_pool.process import (
+    ChildPipes,
+    Command,
+    Exit,
+    Listener,
+    PidfdProcess,
+    SpawnLauncher,
+    WorkerProcess,
+    with_lifeline,
+)
 from hermes_pool.stamps import Stamps, stamps_of
 from hermes_pool_worker import wire
 
@@ -43,9 +53,21 @@ class ZygoteLauncher:
     """Forks workers where possible and spawns them where not. One zygote at a time serves; a successor may warm up."""
 
     def __init__(
-        self, command: Command, options: Mapping[str, Any], learnt_in: Path, ready_timeout_s: float, log: Any
+        self,
+        command: Command,
+        options: Mapping[str, Any],
+        learnt_in: Path,
+        ready_timeout_s: float,
+        log: Any,
+        *,
+        lifeline: Callable[[], int | None] = lambda: None,
+        on_widowed: Callable[[WorkerProcess], None] = lambda _worker: None,
     ) -> None:
-        """Prepare. ``command`` is that of a plain worker; the zygote shares its interpreter, agent and environment."""
+        """Prepare. ``command`` is that of a plain worker; the zygote shares its interpreter, agent and environment.
+
+        ``lifeline`` returns the descriptor that a process has to inherit, to die with the supervisor. ``on_widowed``
+        hears of each worker that died after its zygote, which else ends what a worker leaves in its session.
+        """
         interpreter, flag, program, *arguments = command.argv
         self._command = Command((interpreter, flag, program, "--zygote", *arguments), command.env, command.cwd)
         self._options = dict(options)
@@ -54,7 +76,9 @@ class ZygoteLauncher:
         self._learnt_file = learnt_in / f"preload-{key}.json"
         self._learnt: set[str] = set()
         self._log = log
-        self._spawn = SpawnLauncher()
+        self._lifeline = lifeline
+        self._on_widowed = on_widowed
+        self._spawn = SpawnLauncher(lifeline)
         self._serving: Zygote | None = None
         self._warming: asyncio.Task[Zygote] | None = None
         self._retry_at = 0.0
@@ -122,7 +146,7 @@ class ZygoteLauncher:
 
     async def _start(self) -> "Zygote":
         self._recall()
-        zygote = Zygote(self._log)
+        zygote = Zygote(self._log, self._lifeline, self._on_widowed)
         try:
             async with asyncio.timeout(self._ready_timeout_s):
                 await zygote.start(self._command, wire.Preload(sorted(self._learnt), self._options))
@@ -160,8 +184,12 @@ class NotForkedError(Exception):
 class Zygote:
     """One zygote process, from its start to its end. Its messages are answered in the order in which they were sent."""
 
-    def __init__(self, log: Any) -> None:
+    def __init__(
+        self, log: Any, lifeline: Callable[[], int | None], on_widowed: Callable[[WorkerProcess], None]
+    ) -> None:
         self._log = log
+        self._lifeline = lifeline
+        self._on_widowed = on_widowed
         self._loop = asyncio.get_running_loop()
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -194,9 +222,9 @@ class Zygote:
                 stdin=self._theirs.fileno(),
                 stdout=theirs,
                 stderr=theirs,
-                env=command.env,
                 cwd=command.cwd,
                 start_new_session=True,
+                **with_lifeline(command.env, self._lifeline()),
             )
         except OSError as error:
             os.close(stderr_end)
@@ -287,7 +315,7 @@ class Zygote:
                     raise NotForkedError("the zygote is gone")
                 number = self._number = self._number + 1
                 forked = self._forked = self._loop.create_future()
-                child = self._children[number] = ForkedChild(number, listener, self._forget)
+                child = self._children[number] = ForkedChild(number, listener, self._has_ended)
                 self._send(wire.Fork(number, dict(command.env), str(command.cwd)), pipes.child_ends())
                 try:
                     pid, pidfd = await forked
@@ -296,17 +324,22 @@ class Zygote:
                         os.close(forked.result()[1])  # the answer and the cancel came at the same time
                     raise
             try:
-                process = PidfdProcess(pid, pidfd, pipes, child.is_over)
+                process = child.process = PidfdProcess(pid, pidfd, pipes, child.is_over)
             except OSError as error:
                 os.close(pidfd)
                 raise NotForkedError(str(error)) from error
-            await pipes.connect(listener)
+            pipes.connect(listener)
         except BaseException:
             # A child that was forked all the same sees the end of its wire, and leaves.
             pipes.close()
             self._forget(number)
             raise
         return process
+
+    def _has_ended(self, child: "ForkedChild") -> None:
+        self._forget(child.number)
+        if self.gone and child.process is not None:
+            self._on_widowed(child.process)
 
     def _forget(self, number: int) -> None:
         self._children.pop(number, None)
@@ -384,17 +417,20 @@ class Zygote:
 class ForkedChild:
     """Brings the two halves of a death together: the pidfd tells that it happened, the zygote tells how."""
 
-    def __init__(self, number: int, listener: Listener, forget: Callable[[int], None]) -> None:
-        self._number = number
+    def __init__(self, number: int, listener: Listener, has_ended: "Callable[[ForkedChild], None]") -> None:
+        self.number = number
+        self.process: WorkerProcess | None = None
         self._listener = listener
-        self._forget = forget
+        self._has_ended = has_ended
         self._over = False
         self._status: Exit | None = None
         self._patience: asyncio.TimerHandle | None = None
 
-    def is_over(self, _pidfd: int) -> None:
+    def is_over(self, pidfd: int) -> None:
         """Take note that the process has ended."""
         self._over = True
+        if self._status is None and self.process is not None:
+            self._status = _status_of_zombie(self.process.pid, pidfd)
         if self._status is not None:
             self._tell(self._status)
         else:
@@ -402,7 +438,7 @@ class ForkedChild:
 
     def has_status(self, returncode: int) -> None:
         """Take note of its status."""
-        self._status = Exit(returncode)
+        self._status = self._status or Exit(returncode)
         if self._over:
             self._tell(self._status)
 
@@ -415,8 +451,26 @@ class ForkedChild:
     def _tell(self, status: Exit) -> None:
         if self._patience is not None:
             self._patience.cancel()
-        self._forget(self._number)
+        self._has_ended(self)
         self._listener.exited(status)
 
+
+def _status_of_zombie(pid: int, pidfd: int) -> Exit | None:
+    """Return the status of a process that nobody has waited for yet, or ``None`` where the zygote has to tell it.
+
+    It has to be woken for that, which doubles the time until a death is known.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        signal.pidfd_send_signal(pidfd, 0)  # it is still there, so what was read is of no other process
+        status = int(fields[_EXIT_CODE])
+    except (OSError, IndexError, ValueError):
+        return None
+    # 0 is also what one sees who may not see it.
+    return Exit(os.waitstatus_to_exitcode(status)) if fields[0] == b"Z" and status else None
+
+
+_EXIT_CODE = 49
+"""Its place among the fields of /proc/PID/stat, counted from the one after the name."""
 
 _decode = msgspec.msgpack.Decoder(wire.FromZygote).decode

@@ -21,8 +21,20 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPERVISOR = ROOT / "hermes_pool"
 WORKER = ROOT / "worker" / "hermes_pool_worker"
 
-PURE = {"errors", "settings", "lifecycle", "snapshot", "environment", "stamps", "threads"}
-EDGES = {"process", "health", "json_sql", "store", "control", "log"}
+PURE = {
+    "errors",
+    "settings",
+    "lifecycle",
+    "snapshot",
+    "environment",
+    "stamps",
+    "report",
+    "threads",
+    "breakers",
+    "verdict",
+    "memory",
+}
+EDGES = {"process", "health", "lifeline", "leftovers", "sampling", "json_sql", "store", "control", "log"}
 
 MAY_IMPORT = {
     # Pure: the standard library and each other.
@@ -30,6 +42,9 @@ MAY_IMPORT = {
     # Edges: each knows one outside thing, none knows another.
     **dict.fromkeys(EDGES, PURE),
     "store": PURE | {"json_sql"},
+    "lifeline": PURE | {"process"},
+    "leftovers": PURE | {"health"},
+    "sampling": PURE | {"health"},
     # One worker, one turn.
     "link": PURE | {"process", "health"},
     "turn": PURE,
@@ -37,13 +52,18 @@ MAY_IMPORT = {
     # A launcher like those in process, and what is started with launchers.
     "zygote": PURE | {"process"},
     "spares": PURE | {"link", "health"},
-    "start": PURE | {"link", "process", "health", "zygote", "spares"},
+    "start": PURE | {"link", "process", "health", "lifeline", "leftovers", "zygote", "spares"},
+    # Who may have a worker, and who looks after it.
+    "caretaker": PURE | {"sampling"},
+    "admission": PURE,
     # One conversation, all conversations, the outside.
-    "session": PURE | {"store", "log", "link", "turn", "clocks", "start"},
-    "manager": PURE | EDGES | {"link", "turn", "start", "session"},
+    "ledger": PURE | {"store"},
+    "deaths": PURE | {"link", "turn"},
+    "session": PURE | {"store", "log", "link", "turn", "clocks", "start", "admission", "ledger", "deaths", "health", "sampling"},
+    "manager": PURE | EDGES | {"link", "turn", "start", "session", "admission", "caretaker"},
     "cli": PURE | EDGES | {"turn", "manager", "scripted_model"},
     "__main__": {"cli"},
-    "__init__": PURE | EDGES | {"link", "turn", "manager"},
+    "__init__": PURE | EDGES | {"link", "turn", "manager", "admission"},
     # A program of its own that knows nothing of the pool.
     "scripted_model": set(),
 }
@@ -52,6 +72,7 @@ MAY_IMPORT = {
 THIRD_PARTY = {
     "process": {"psutil"},
     "health": {"psutil"},
+    "sampling": {"psutil"},
     "json_sql": {"sqlalchemy"},
     "store": {"sqlalchemy", "sqlmodel"},
     "control": {"msgspec"},
@@ -273,9 +294,12 @@ def test_every_direct_dependency_is_pinned_within_its_range():
 
 
 def test_what_both_sides_say_is_the_same_though_they_share_no_module():
-    from hermes_pool import health, link
+    from hermes_pool import health, link, process
     from hermes_pool_worker import __main__ as program
-    from hermes_pool_worker import kin, serve
+    from hermes_pool_worker import kin, lifeline, limits, serve
 
     assert health.MARKER_VARIABLE == kin.MARKER_VARIABLE
+    assert process.LIFELINE_VARIABLE == lifeline.VARIABLE
+    assert health.STACKS_SIGNAL == limits.STACKS_SIGNAL
+    assert limits.EXIT_UNUSABLE == serve.EXIT_UNUSABLE
     assert link.EXIT_UNUSABLE == serve.EXIT_UNUSABLE == program.EXIT_UNUSABLE

@@ -44,7 +44,7 @@ async def test_three_hundred_starts_and_ends_leave_nothing(open_pool: OpenPool, 
         await asyncio.gather(*(cycle(number) for number in range(first, first + 10)))
 
     await cycles(0)  # what is opened once: a zygote, the store's connections
-    await until(lambda: not any(session.unsaved for session in pool._sessions.values()), "all to be saved")
+    await until(lambda: not any(session.ledger.unsaved for session in pool._sessions.values()), "all to be saved")
     before = children(), descriptors(), threading.active_count(), len(asyncio.all_tasks())
     files = _files(pool.settings.state_dir)
     for first in range(10, 310, 10):

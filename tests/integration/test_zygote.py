@@ -51,7 +51,7 @@ async def test_a_forked_worker_is_like_any_other(open_pool: OpenPool, monkeypatc
     assert without[0] == without[1]
 
 
-async def test_a_forked_worker_holds_nothing_of_others(open_pool: OpenPool) -> None:
+async def test_a_forked_worker_holds_nothing_of_others_but_the_end_of_the_lifeline(open_pool: OpenPool) -> None:
     pool = await open_pool(**observer())
     await ask(pool, "a", "x")
     fds = await ask(pool, "b", "fds")
@@ -61,7 +61,18 @@ async def test_a_forked_worker_holds_nothing_of_others(open_pool: OpenPool) -> N
     assert not [target for target in fds.values() if target.startswith("socket:")]
     pipes = [target for target in fds.values() if target.startswith("pipe:")]
     others = await ask(pool, "a", "fds")
-    assert not set(pipes) & set(others.values())
+    (shared,) = set(pipes) & set(others.values())
+    (worker,) = [each for each in await pool.sessions() if each.conversation_id == "b"]
+    assert [mode for fd, mode in _modes(worker.pid or 0).items() if fds.get(fd) == shared] == [os.O_RDONLY]
+
+
+def _modes(pid: int) -> dict[str, int]:
+    """Whether a process may read or write, by its descriptors."""
+    found = {}
+    for file in Path(f"/proc/{pid}/fdinfo").iterdir():
+        flags = next(line for line in file.read_text().splitlines() if line.startswith("flags:"))
+        found[file.name] = int(flags.split()[1], 8) & os.O_ACCMODE
+    return found
 
 
 async def test_forks_do_not_share_their_random_numbers_nor_what_was_said(open_pool: OpenPool) -> None:

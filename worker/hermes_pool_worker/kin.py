@@ -1,107 +1,233 @@
-"""Finds and ends what a worker's tools have started, when the supervisor is gone and nobody else will. Linux only.
+"""Finds and ends what a worker's tools have started. Linux only.
 
 A tool may have left its process group, its session and its parent; two ties remain. Its environment holds the worker's
-marker, unless it cleared it; and it is below the zygote, which adopts whatever loses its parent there. What was forked
-without a program of its own has the zygote's environment to show, but then it is in the worker's session.
+marker, unless it cleared it; and it is below its worker, which adopts whatever loses its parent there, and below the
+zygote when the worker is dead. What was forked without a program of its own shows the environment of its ancestor.
+
+A marker is ``POOL-NUMBER``, the zygote's ``POOL-zygote``: who carries one that begins with ``POOL-`` is the pool's.
 """
 
-import ctypes
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterable
 
 MARKER_VARIABLE = "HERMES_POOL_WORKER"
 ROUNDS_MAX = 50
 """How often it is looked again: what is being killed may still fork."""
+FREEZE_S = 0.3
+"""How long a family may take to stand still before it is ended moving."""
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process:
+    """What ``/proc/PID/stat`` says of a process; with its pid, ``began`` (ticks since the boot) tells who it is.
+
+    Not a named tuple: ``typing`` would be a fifth of a guardian's memory.
+    """
+
+    __slots__ = ("began", "group", "parent", "session", "state")
+
+    def __init__(self, fields: list[bytes]) -> None:
+        self.state = fields[0].decode()
+        self.parent = int(fields[1])
+        self.group = int(fields[2])
+        self.session = int(fields[3])
+        self.began = fields[19].decode()
 
 
 def adopt_orphans() -> None:
     """Become the parent of every process below this one that loses its own; no-op where the kernel refuses."""
+    import ctypes  # noqa: PLC0415 - 3 ms, which a guardian need not pay
+
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_adopted() -> None:
+    """Take leave of the adopted that have ended. What this process has started itself is awaited by its own code.
+
+    Told apart by their session and process group: a child of ours is in ours, or leads its own. An adopted one of which
+    that is true as well stays a zombie until this process ends.
+    """
+    if not has_children():
+        return
+    own = os.getpid(), os.getpgrp(), os.getsid(0)
+    for pid, process in _table().items():
+        if process.parent != own[0] or process.state != "Z":
+            continue
+        if process.session not in (own[2], pid) or process.group not in (own[1], pid):
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                continue
+
+
+def has_children() -> bool:
+    """Whether this process is the parent of any other, dead ones included. One system call."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def end_descendants() -> None:
     """End everything below this process."""
-    _end_all(_descendants)
+    if has_children():
+        _end_all(lambda: _living(below(_table(), {os.getpid()})))
 
 
-def end_session(leader: int) -> None:
-    """End everything in the session of a process that has ended but was not waited for, so its pid is still its own."""
-    _end_all(lambda: {pid: began for pid, began in _processes().items() if pid != leader and _session(pid) == leader})
+def end_hidden_descendants() -> list[int]:
+    """End what is below this process and shows no worker's marker; return the pids.
+
+    The supervisor, which ends the others, cannot see these.
+    """
+    if not has_children():
+        return []
+    return _end_all(lambda: _hidden(below(_table(), {os.getpid()})))
+
+
+def end_orphans(leader: int, workers: Collection[int]) -> None:
+    """End what a dead worker has left to this process, as far as the supervisor cannot see it, and its session.
+
+    ``leader`` is the worker, not waited for yet, so that its pid is still its own. ``workers`` are those that live; a
+    child of this process that is none of them was left by a dead one, since a living one adopts what it orphans.
+    """
+
+    def found() -> dict[int, str]:
+        table = _table()
+        here = os.getpid()
+        adopted = {
+            pid: each for pid, each in table.items() if each.parent == here and pid != leader and pid not in workers
+        }
+        family = {**adopted, **below(table, adopted)}
+        in_session = {pid: each for pid, each in table.items() if each.session == leader and pid != leader}
+        return {**_hidden(family), **_living(in_session)}
+
+    _end_all(found)
 
 
 def end_marked(marker: str) -> None:
-    """End every other process whose environment carries this worker's marker."""
+    """End every other process that carries this worker's marker, and everything below this one."""
     entry = f"{MARKER_VARIABLE}={marker}".encode()
-    _end_all(lambda: {pid: began for pid, began in _processes().items() if pid != os.getpid() and _carries(pid, entry)})
+
+    def found() -> dict[int, str]:
+        table = _table()
+        here = os.getpid()
+        marked = {pid: each for pid, each in table.items() if pid != here and _shows(pid, entry)}
+        return _living({**marked, **below(table, {here})})
+
+    _end_all(found)
 
 
-def _end_all(find: Callable[[], dict[int, str]]) -> None:
+def end_pool(pool: str) -> None:
+    """End every other process of a pool, and everything below those.
+
+    They are made to stand still first: what is below a worker that is dead cannot be told any more, and what runs
+    may fork meanwhile.
+    """
+    entry = f"{MARKER_VARIABLE}={pool}-".encode()
+    here = os.getpid()
+
+    def found() -> dict[int, str]:
+        table = _table()
+        owned = {pid: each for pid, each in table.items() if pid != here and _shows(pid, entry)}
+        family = {**owned, **below(table, owned)}
+        family.pop(here, None)
+        return _living(family)
+
+    frozen: dict[int, str] = {}
+    until = time.monotonic() + FREEZE_S
+    while time.monotonic() < until:
+        moving = {pid: began for pid, began in found().items() if frozen.get(pid) != began}
+        if not moving:
+            break
+        for pid, began in moving.items():
+            _signal(pid, began, signal.SIGSTOP)
+        frozen |= moving
+    for pid, began in frozen.items():
+        _signal(pid, began, signal.SIGKILL)
+    _end_all(found)
+
+
+def below(table: dict[int, Process], roots: Iterable[int]) -> dict[int, Process]:
+    """Return the descendants of some processes; zombies included, since what is theirs is below them."""
+    known = set(roots)
+    found: dict[int, Process] = {}
+    while children := {pid: each for pid, each in table.items() if each.parent in known and pid not in known}:
+        known |= children.keys()
+        found |= children
+    return found
+
+
+def _end_all(find: Callable[[], dict[int, str]]) -> list[int]:
+    ended: dict[int, str] = {}
     for _ in range(ROUNDS_MAX):
         found = find()
         if not found:
-            return
+            break
         for pid, began in found.items():
-            _end(pid, began)
+            _signal(pid, began, signal.SIGKILL)
+        ended |= found
+    return list(ended)
 
 
-def _end(pid: int, began: str) -> None:
-    """End a process, unless its pid has become another one's meanwhile."""
+def _signal(pid: int, began: str, number: int) -> None:
+    """Signal a process, unless its pid has become another one's meanwhile."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return
     try:
-        if (status := _status(pid)) is not None and status[2] == began:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        if (process := _process(pid)) is not None and process.began == began:
+            signal.pidfd_send_signal(pidfd, number)
     except OSError:
         pass
     finally:
         os.close(pidfd)
 
 
-def _descendants() -> dict[int, str]:
-    processes = {pid: status for pid in _pids() if (status := _status(pid)) is not None}
-    below = {os.getpid()}
-    found: dict[int, str] = {}
-    while True:
-        children = {pid for pid, (_, parent, _) in processes.items() if parent in below and pid not in below}
-        if not children:
-            return found
-        below |= children
-        found.update({pid: processes[pid][2] for pid in children if processes[pid][0] != "Z"})
+def _living(processes: dict[int, Process]) -> dict[int, str]:
+    return {pid: process.began for pid, process in processes.items() if process.state not in "ZX" and pid > 1}
 
 
-def _processes() -> dict[int, str]:
-    return {pid: status[2] for pid in _pids() if (status := _status(pid)) is not None and status[0] != "Z"}
+def _hidden(processes: dict[int, Process]) -> dict[int, str]:
+    """Those that live and show no worker's marker; that of a zygote is shown by whatever was only forked."""
+    found = {}
+    for pid, began in _living(processes).items():
+        shown = _marker(pid)
+        if shown is None or shown.endswith(b"-zygote"):
+            found[pid] = began
+    return found
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - no pathlib in a zygote
+def _table() -> dict[int, Process]:
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - no pathlib in a zygote
+    return {pid: process for pid in pids if (process := _process(pid)) is not None}
 
 
-def _status(pid: int) -> tuple[str, int, str] | None:
-    """Return a process's state letter, parent and start time (in ticks, as text)."""
+def _process(pid: int) -> Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
             # After the name, which is in parentheses and may hold anything.
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return fields[0].decode(), int(fields[1]), fields[19].decode()
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
+            return Process(file.read().rpartition(b")")[2].split(None, 20))
     except OSError:
         return None
 
 
-def _carries(pid: int, entry: bytes) -> bool:
+def _shows(pid: int, entry: bytes) -> bool:
+    """Whether a process was started with this entry of the environment; one that ends with ``-`` is a beginning."""
+    return any(each == entry or (entry.endswith(b"-") and each.startswith(entry)) for each in _environment(pid))
+
+
+def _marker(pid: int) -> bytes | None:
+    name = f"{MARKER_VARIABLE}=".encode()
+    return next((each.removeprefix(name) for each in _environment(pid) if each.startswith(name)), None)
+
+
+def _environment(pid: int) -> list[bytes]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            return entry in file.read().split(b"\0")
+            return file.read().split(b"\0")
     except OSError:
-        return False
+        return []

@@ -7,6 +7,7 @@ through one lock. The end of the wire is the end of the worker: nobody is left w
 
 import gc
 import importlib
+import math
 import os
 import queue
 import select
@@ -33,11 +34,21 @@ READ_BYTES_LARGE = 1024 * 1024
 PROGRESS_SIGN_S = 1.0
 """How often a turn that nobody watches still shows that it gets on."""
 WATCH_AFTER_S = 0.01
-"""How long work may take before the watch takes over the reading: what a cancel may wait at most, about twice."""
-WATCH_LOOKS = 100
-"""How many looks without work it takes until the watch goes to sleep."""
+"""How long work may take before the watch takes over the reading, when work comes after a pause."""
+WATCH_AFTER_MOST_S = 0.16
+"""The same while short work comes thick and fast: then the watch looks less and less often, down to this. A cancel at
+the very begin of such a turn waits as long; looking 100 times a second would cost as much as the turns themselves."""
+WATCH_LOOKS = 10
+"""How many looks without work it takes until the watch goes to sleep: a second or so."""
+FLUSH_AFTER_S = 0.001
+"""How long a small piece of text may be held back, so that more go with it."""
+HELD_BYTES_MAX = 32 * 1024
+"""What is held back at most: half of a pipe that could not be enlarged."""
 ORPHANED_GRACE_S = 2.0
 """How long a turn may take to notice that the supervisor is gone, before the process ends without it."""
+
+_HAS_READV = hasattr(os, "readv")
+"""Not on Windows."""
 
 BUILT_IN_AGENTS = {
     "echo": "hermes_pool_worker.echo:EchoAgent",
@@ -53,7 +64,8 @@ def serve(
     ``born_with`` are the modules that a forked worker had from the start; what it has to import beyond them it tells
     after its first turn, so that the next zygote has those as well.
     """
-    set_signals()
+    if born_with is None:  # a zygote's have its signals
+        set_signals()
     sender = FrameSender(wire_out, frame_bytes_max)
     versions = {"python": sys.version.split()[0], "msgspec": msgspec.__version__}
     sender.send(wire.Hello(wire.PROTOCOL, os.getpid(), agent_name, versions))
@@ -137,10 +149,16 @@ def _checked(outcome: Any) -> Outcome:
     """Return what an agent returned, if it is one; a wrong type would otherwise only be seen on the other side."""
     if not isinstance(outcome, Outcome):
         raise TypeError(f"the agent's turn returned {type(outcome).__name__} and not an Outcome")
-    if type(outcome.text) is str and outcome.kind == "completed" and not outcome.usage and outcome.notice is None:
-        marks = (outcome.session_id, outcome.committed)
-        if all(mark is None or type(mark) is str for mark in marks):  # the plain case, quickly
-            return outcome
+    session_id, committed = outcome.session_id, outcome.committed
+    if (  # the plain case, quickly
+        type(outcome.text) is str
+        and outcome.kind == "completed"
+        and not outcome.usage
+        and outcome.notice is None
+        and (session_id is None or type(session_id) is str)
+        and (committed is None or type(committed) is str)
+    ):
+        return outcome
     return msgspec.convert(msgspec.to_builtins(outcome), Outcome)
 
 
@@ -151,12 +169,15 @@ def _text(value: Any) -> str:
 
 
 class FrameSender:
-    """Writes whole frames from any thread."""
+    """Writes whole frames from any thread, in order."""
 
     def __init__(self, descriptor: int, frame_bytes_max: int) -> None:
         self._descriptor = descriptor
         self._encoder = wire.FrameEncoder(frame_bytes_max)
         self._lock = threading.Lock()
+        self._held = bytearray()
+        self._last_at = 0.0
+        self._flush_wanted: threading.Event | None = None
 
     def send(self, message: wire.Message) -> None:
         """Send a message; ``FrameTooLargeError`` when it is over the limit, and then nothing was sent.
@@ -165,28 +186,80 @@ class FrameSender:
         """
         with self._lock:
             frame = self._encoder.encode(message)
-            try:
-                sent = os.write(self._descriptor, frame)
-                while sent < len(frame):
-                    with memoryview(frame) as view:
-                        sent += os.write(self._descriptor, view[sent:])
-            except BrokenPipeError:
-                pass
+            if self._held:
+                self._flush()
+            self._write(frame)
+
+    def send_piece(self, message: wire.Message) -> None:
+        """Send one of many small messages: at once if there was a pause before, else together with its neighbours.
+
+        What is held back is held for ``FLUSH_AFTER_S`` at most. Errors as for ``send``.
+        """
+        with self._lock:
+            frame = self._encoder.encode(message)
+            now = time.monotonic()
+            if now - self._last_at >= FLUSH_AFTER_S and not self._held:
+                self._last_at = now
+                self._write(frame)
+                return
+            self._held += frame
+            if len(self._held) >= HELD_BYTES_MAX or now - self._last_at >= FLUSH_AFTER_S:
+                self._last_at = now
+                self._flush()
+            elif self._flush_wanted is None:
+                self._flush_wanted = threading.Event()
+                self._flush_wanted.set()
+                threading.Thread(target=self._flush_later, name="hermes-pool-flush", daemon=True).start()
+            elif not self._flush_wanted.is_set():
+                self._flush_wanted.set()
+
+    def _flush_later(self) -> None:
+        """See that nothing is held for long; the body of a thread that exists once pieces have come thick and fast."""
+        wanted = self._flush_wanted
+        assert wanted is not None  # noqa: S101 - for the type checker
+        while True:
+            wanted.wait()
+            time.sleep(FLUSH_AFTER_S)
+            wanted.clear()
+            with self._lock:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._held:
+            self._write(self._held)
+            self._held.clear()
+
+    def _write(self, data: bytearray) -> None:
+        try:
+            sent = os.write(self._descriptor, data)
+            while sent < len(data):
+                with memoryview(data) as view:
+                    sent += os.write(self._descriptor, view[sent:])
+        except BrokenPipeError:
+            pass
 
 
 class Turn:
     """The turn that runs: what ``agent.RunningTurn`` promises, on the wire."""
 
-    def __init__(self, request: wire.Turn, sender: FrameSender) -> None:
+    __slots__ = (
+        "_cancelled", "_lock", "_next_sign_at", "_question_timeout_s", "_questions", "_questions_asked", "_sender",
+        "_streams",
+        "attempt", "is_cancelled", "request", "session_id", "turn_id",
+    )  # fmt: skip
+
+    def __init__(self, request: wire.Turn, sender: FrameSender, question_timeout_s: float = math.inf) -> None:
         self.turn_id = request.turn_id
         self.attempt = request.attempt
         self.request = request
         self.session_id: str | None = None  # the one that the turn has moved to
         self.is_cancelled = False
         self._sender = sender
-        self._next_sign_at = 0.0 if request.streams else time.monotonic() + PROGRESS_SIGN_S
+        self._streams = request.streams
+        self._next_sign_at = 0.0 if self._streams else time.monotonic() + PROGRESS_SIGN_S
         self._questions: dict[str, queue.SimpleQueue[str | None]] = {}
         self._questions_asked = 0
+        self._question_timeout_s = question_timeout_s
         self._lock = threading.Lock()
         self._cancelled: threading.Event | None = None
 
@@ -202,13 +275,13 @@ class Turn:
 
     def text(self, delta: str) -> None:
         """Send a piece of the reply."""
-        if delta and (self.request.streams or self._sign_is_due()):
-            self._send(wire.TextDelta(self.turn_id, self.attempt, _text(delta)))
+        if delta and (self._streams or self._sign_is_due()):
+            self._send_piece(wire.TextDelta(self.turn_id, self.attempt, _text(delta)))
 
     def reasoning(self, delta: str) -> None:
         """Send a piece of the reasoning."""
-        if delta and (self.request.streams or self._sign_is_due()):
-            self._send(wire.ReasoningDelta(self.turn_id, self.attempt, _text(delta)))
+        if delta and (self._streams or self._sign_is_due()):
+            self._send_piece(wire.ReasoningDelta(self.turn_id, self.attempt, _text(delta)))
 
     def tool_started(self, call_id: str, name: str, arguments: str = "") -> None:
         """Say that a tool is about to act."""
@@ -237,6 +310,7 @@ class Turn:
         self, kind: Literal["approval", "clarify"], text: str, choices: Sequence[str] = (), timeout_s: float = 60.0
     ) -> str | None:
         """Ask the caller; ``None`` when nobody answered in time or the turn was cancelled."""
+        timeout_s = min(timeout_s, self._question_timeout_s)
         answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         with self._lock:
             self._questions_asked += 1
@@ -280,8 +354,18 @@ class Turn:
         try:
             self._sender.send(message)
         except wire.FrameTooLargeError as error:
-            # Events are for watching; the reply comes whole with TurnDone, or fails there for everybody to see.
-            print(f"hermes-pool worker: {type(message).__name__} was not sent: {error}", file=sys.stderr)
+            _not_sent(message, error)
+
+    def _send_piece(self, message: wire.TurnMessage) -> None:
+        try:
+            self._sender.send_piece(message)
+        except wire.FrameTooLargeError as error:
+            _not_sent(message, error)
+
+
+def _not_sent(message: wire.Message, error: wire.FrameTooLargeError) -> None:
+    # Events are for watching; the reply comes whole with TurnDone, or fails there for everybody to see.
+    print(f"hermes-pool worker: {type(message).__name__} was not sent: {error}", file=sys.stderr)
 
 
 class Worker:
@@ -318,12 +402,20 @@ class Worker:
         self._taken_back: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._session_id = ""
         self._committed: str | None = None
+        self._question_timeout_s = math.inf
 
     # --- the wire, for whoever reads it ---
 
     def _read(self) -> None:
         """Wait for bytes and take what they hold; at the end of the wire, see to it that the process ends."""
-        data = self._next_bytes()
+        if _HAS_READV:
+            size = os.readv(self._wire_in, (self._buffer,))
+            data: bytes | memoryview = self._view[:size]
+            if size == READ_BYTES:
+                self._buffer = bytearray(READ_BYTES_LARGE)
+                self._view = memoryview(self._buffer)
+        else:
+            data = os.read(self._wire_in, READ_BYTES_LARGE)
         for message in self._decoder.feed(data):
             self._take(message)
         if data and self._decoder.failed is None:
@@ -338,20 +430,12 @@ class Worker:
         last_resort.daemon = True
         last_resort.start()
 
-    def _next_bytes(self) -> bytes | memoryview:
-        if not hasattr(os, "readv"):  # Windows
-            return os.read(self._wire_in, READ_BYTES_LARGE)
-        size = os.readv(self._wire_in, [self._buffer])
-        data = self._view[:size]
-        if size == READ_BYTES:
-            self._buffer = bytearray(READ_BYTES_LARGE)
-            self._view = memoryview(self._buffer)
-        return data
-
     def _take(self, message: wire.ToWorker) -> None:
         match message:
             case wire.Turn():
-                turn = self._turns[message.turn_id, message.attempt] = Turn(message, self._sender)
+                turn = self._turns[message.turn_id, message.attempt] = Turn(
+                    message, self._sender, self._question_timeout_s
+                )
                 self._inbox.put(turn)
             case wire.Cancel():
                 if (cancelled := self._turns.get((message.turn_id, message.attempt))) is not None:
@@ -378,20 +462,22 @@ class Worker:
     def _watch(self) -> None:
         """Read the wire during work that takes longer than a moment; the body of the second thread.
 
-        It sleeps while nothing happens. Once woken it looks every ``WATCH_AFTER_S``, so that work which comes thick
-        and fast need not wake it each time. Before it goes to sleep, it tidies up.
+        It sleeps while nothing happens. Once woken it looks by itself, after ``WATCH_AFTER_S`` and then less and less
+        often, so that work which comes thick and fast need not wake it each time. Before it goes to sleep, it tidies
+        up.
         """
         while True:
             self._watch_wakes.wait()
-            idle_looks = 0
+            idle_looks, pause_s = 0, WATCH_AFTER_S
             while idle_looks < WATCH_LOOKS:
-                time.sleep(WATCH_AFTER_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, WATCH_AFTER_MOST_S)
                 # It can be had only while the main thread works: nobody else holds it then.
                 if self._reading.acquire(blocking=False):
                     self._read_until_asked_back()
                     self._reading.release()
                     self._taken_back.get()  # or a look could come before the main thread does, and keep it for good
-                    idle_looks = 0
+                    idle_looks, pause_s = 0, WATCH_AFTER_S
                 else:
                     idle_looks += 1
             self._watch_wakes.clear()
@@ -427,49 +513,56 @@ class Worker:
             self._reading.acquire()
         watch = self._watch if shares else self._read_always
         threading.Thread(target=watch, name="hermes-pool-watch", daemon=True).start()
-        while True:
+        do = self._do_watched if shares else self._do
+        goes_on = True
+        while goes_on:
             while shares and self._inbox.empty():
                 self._read()
-            match self._inbox.get():
-                case wire.Close():
-                    self._put_away()
-                    self._sender.send(wire.Closed())
-                    return
-                case None:
-                    self._put_away()
-                    leave_orphaned()
-                case work if shares:
-                    self._reading.release()
-                    if not self._watch_wakes.is_set():
-                        self._watch_wakes.set()
-                    self._work_on(work)
-                    if not self._reading.acquire(blocking=False):
-                        os.write(self._ask_back, b"!")
-                        self._reading.acquire()
-                        self._taken_back.put(None)
-                case work:
-                    self._work_on(work)
+            goes_on = do(self._inbox.get())  # kept in no variable here: it may be large, and so may be the next one
+
+    def _do_watched(self, work: wire.Open | wire.Prepare | Turn | wire.Close | None) -> bool:
+        """Let the watch have the reading while the work is done, should it take long enough."""
+        self._reading.release()
+        if not self._watch_wakes.is_set():
+            self._watch_wakes.set()
+        goes_on = self._do(work)
+        if not self._reading.acquire(blocking=False):
+            os.write(self._ask_back, b"!")
+            self._reading.acquire()
+            self._taken_back.put(None)
+        return goes_on
+
+    def _do(self, work: wire.Open | wire.Prepare | Turn | wire.Close | None) -> bool:
+        """Do what has come; say whether there is more to come."""
+        match work:
+            case Turn():
+                self._finish(work, self._run_turn(work))
+                if self._born_with is not None:
+                    self._sender.send(wire.Imported(imported_since(self._born_with)))
+                    self._born_with = None
+            case wire.Open():
+                if work.question_timeout_s is not None:
+                    self._question_timeout_s = work.question_timeout_s
+                opened = self._agent.open(work)
+                self._session_id, self._committed = opened.session_id, opened.committed
+                self._sender.send(opened)
+            case wire.Prepare():
+                prepare = getattr(self._agent, "prepare", None)
+                self._sender.send(wire.Prepared(list(prepare(work.options)) if prepare is not None else []))
+            case wire.Close():
+                self._put_away()
+                self._sender.send(wire.Closed())
+                return False
+            case None:
+                self._put_away()
+                leave_orphaned()
+        return True
 
     def _put_away(self) -> None:
         try:
             self._agent.close()
         except Exception:  # noqa: BLE001 - it leaves in any case
             traceback.print_exc()
-
-    def _work_on(self, work: wire.Open | wire.Prepare | Turn) -> None:
-        if isinstance(work, Turn):
-            self._finish(work, self._run_turn(work))
-            if self._born_with is not None:
-                self._sender.send(wire.Imported(imported_since(self._born_with)))
-                self._born_with = None
-            return
-        if isinstance(work, wire.Prepare):
-            prepare = getattr(self._agent, "prepare", None)
-            self._sender.send(wire.Prepared(list(prepare(work.options)) if prepare is not None else []))
-            return
-        opened = self._agent.open(work)
-        self._session_id, self._committed = opened.session_id, opened.committed
-        self._sender.send(opened)
 
     def _run_turn(self, turn: Turn) -> wire.TurnDone | wire.TurnFailed:
         with self._turn_lock:

@@ -84,6 +84,7 @@ class Open(Message, frozen=True):
     ``unfinished`` is the turn during which the worker before this one died, if one did: an agent that finds it complete
     in its history returns its reply in ``Opened.recovered``; otherwise it takes every trace of it out.
     ``options`` are the user's ``agent_options``; ``data_dir`` is a folder where an agent may keep files of its own.
+    ``question_timeout_s`` is how long a question of the agent may wait for its answer, if the agent allows more.
     """
 
     conversation_id: str
@@ -92,6 +93,7 @@ class Open(Message, frozen=True):
     unfinished: Turn | None = None
     options: dict[str, Any] = {}
     data_dir: str | None = None
+    question_timeout_s: float | None = None
 
 
 class Prepare(Message, frozen=True):
