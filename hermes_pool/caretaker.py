@@ -19,7 +19,7 @@ from hermes_pool.threads import in_thread
 from hermes_pool.verdict import Identity, Judgement, Pulse, Sample, Signs, Verdict, judge
 
 CLOSE_EVERY_S = 2.0
-"""How often the workers with a turn are looked at, where ``sample_s`` is no less: a verdict takes some looks."""
+"""How often the workers with a turn are looked at, unless ``sample_s`` is less: a verdict takes some looks."""
 
 
 class Ward(Protocol):

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 import typer
 
 from hermes_pool import control
+from hermes_pool.breakers import BreakerState
 from hermes_pool.errors import HermesPoolError, SettingsError
+from hermes_pool.report import DeathReport
 from hermes_pool.settings import PoolSettings
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool_worker import wire
@@ -53,6 +55,8 @@ StateDir = Annotated[
     Path | None,
     typer.Option("--state-dir", help="Folder of the pool's files; default: HERMES_POOL_STATE_DIR, or the user's own."),
 ]
+Conversation = Annotated[str, typer.Argument(help="The conversation's id.")]
+User = Annotated[str | None, typer.Option("--user", help="The user's id, for a session of one user.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -89,8 +93,8 @@ def ps(
 
     Exit status 1 when a supervisor runs and does not answer. With --json: {"source": "supervisor" or "stored",
     "supervisors": [{"pid", "version", "started_at", "problem", "pool"}], "sessions": [...]}; a session has the fields
-    of SessionSnapshot, a pool those of PoolSnapshot ("condition", "workers", "workers_max", "waiting", ...), times in
-    seconds and memory in bytes, and null for what cannot be known.
+    of SessionSnapshot, a pool those of PoolSnapshot ("condition", "workers", "workers_max", "waiting", "starts", ...),
+    times in seconds and memory in bytes, and null for what cannot be known.
     """
     with _errors_told():
         view = look(settings_from(os.environ, state_dir=state_dir), everything=everything)
@@ -106,19 +110,11 @@ def ps(
             print_sessions(view.sessions)
         else:
             typer.echo("no sessions" if view.supervisors else "no supervisor runs, and nothing is stored yet", err=True)
-        problems = [each for each in view.supervisors if each.problem is not None]
-        for supervisor in problems:
-            _complain(f"supervisor {supervisor.pid} {supervisor.problem}")
-        if problems:
-            raise typer.Exit(1)
+        _problems_told(view.supervisors)
 
 
 @app.command()
-def stop(
-    conversation: Annotated[str, typer.Argument(help="The conversation's id.")],
-    user: Annotated[str | None, typer.Option("--user", help="The user's id, for a session of one user.")] = None,
-    state_dir: StateDir = None,
-) -> None:
+def stop(conversation: Conversation, user: User = None, state_dir: StateDir = None) -> None:
     """Stop the worker of a conversation. Its next message starts another one, in context."""
     with _errors_told():
         settings = settings_from(os.environ, state_dir=state_dir)
@@ -170,12 +166,8 @@ def resize(
 def _steer(state_dir: Path | None, request: control.Request, deadline_s: float = 0.0) -> None:
     """Have every supervisor of ``state_dir`` do something; print what each did. Exit status 1 if one did not."""
     with _errors_told():
-        settings = settings_from(os.environ, state_dir=state_dir)
-        answers = control.query(settings.state_dir, request, deadline_s + STOP_TIMEOUT_S)
-        if not answers:
-            raise HermesPoolError(f"no supervisor runs in {settings.state_dir}")
         failed = False
-        for answer in answers:
+        for answer in asked(settings_from(os.environ, state_dir=state_dir), request, deadline_s + STOP_TIMEOUT_S):
             match answer.response:
                 case control.Done(text=text):
                     typer.echo(f"supervisor {answer.supervisor_pid}: {visible(text)}")
@@ -187,6 +179,77 @@ def _steer(state_dir: Path | None, request: control.Request, deadline_s: float =
                     failed = True
         if failed:
             raise typer.Exit(1)
+
+
+@app.command()
+def deaths(
+    report_id: Annotated[str | None, typer.Argument(help="Show this report in full.")] = None,
+    state_dir: StateDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how the latest workers died that nobody had asked to go, or all that is known of one death.
+
+    The id of a report is in the error of its turn and in the log. Supervisors keep their latest reports in memory. With
+    --json: {"supervisors": [{"pid", "problem", ...}], "deaths": [...]}, with the fields of DeathReport and
+    "supervisor_pid". Exit status 1 when there is no such report, or a supervisor does not answer.
+    """
+    with _errors_told():
+        supervisors, found = reported(settings_from(os.environ, state_dir=state_dir))
+        if report_id is not None:
+            found = [(pid, report) for pid, report in found if report.report_id == report_id]
+        if as_json:
+            reports = [{**dataclasses.asdict(report), "supervisor_pid": pid} for pid, report in found]
+            told = {"supervisors": [dataclasses.asdict(each) for each in supervisors], "deaths": reports}
+            typer.echo(json.dumps(told, indent=2))
+        elif report_id is not None:
+            for _, report in found:
+                typer.echo("\n".join(report_lines(report)))
+        elif found:
+            print_deaths([report for _, report in found])
+        elif all(each.problem is None for each in supervisors):
+            typer.echo("no worker has died unasked", err=True)
+        _problems_told(supervisors)
+        if report_id is not None and not found:
+            raise HermesPoolError(f"there is no report {report_id}, or none any more: see worker_died in the log")
+
+
+@app.command()
+def reset(
+    conversation: Annotated[
+        str | None, typer.Argument(help="The conversation's id; without it, the starts of the pool.")
+    ] = None,
+    user: User = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Let in at once what is refused for a while, because starts have failed or a conversation's workers have died.
+
+    It is for what the pool cannot see was mended; all else it tries again by itself. For a conversation its quarantined
+    messages are released, too.
+    """
+    _steer(state_dir, control.Reset(conversation, user))
+
+
+@app.command()
+def release(
+    conversation: Conversation,
+    fingerprint: Annotated[str, typer.Argument(help="The message's, from its error or from ps --json.")],
+    user: User = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Let a message in again that is quarantined since it has ended too many workers."""
+    with _errors_told():
+        answers = asked(
+            settings_from(os.environ, state_dir=state_dir), control.Release(conversation, fingerprint, user)
+        )
+        if not any(isinstance(answer.response, control.Done) for answer in answers):  # only one of them can know it
+            told = [
+                answer.response.text
+                if isinstance(answer.response, control.Failed)
+                else f"supervisor {answer.supervisor_pid} {answer.problem or 'answers something else'}"
+                for answer in answers
+            ]
+            raise HermesPoolError("; ".join(dict.fromkeys(told)), conversation_id=conversation)
+        typer.echo("released")
 
 
 @app.command()
@@ -259,6 +322,15 @@ def _complain(text: str) -> None:
     typer.echo(f"hermes-pool: {visible(text, keep=chr(10))}", err=True)
 
 
+def _problems_told(supervisors: Sequence["Supervisor"]) -> None:
+    """Say who has not answered; exit status 1 where that is anybody."""
+    problems = [each for each in supervisors if each.problem is not None]
+    for supervisor in problems:
+        _complain(f"supervisor {supervisor.pid} {supervisor.problem}")
+    if problems:
+        raise typer.Exit(1)
+
+
 # --- what there is to see ---------------------------------------------------------------------------------------------
 
 
@@ -301,6 +373,28 @@ def look(settings: PoolSettings, *, everything: bool = False, stored: bool = Tru
         known = {(row.conversation_id, row.user_id) for row in sessions}
         sessions += [row for row in stored_sessions(settings) if (row.conversation_id, row.user_id) not in known]
     return View("supervisor" if supervisors else "stored", supervisors, sessions)
+
+
+def asked(settings: PoolSettings, request: control.Request, timeout_s: float = STOP_TIMEOUT_S) -> list[control.Answer]:
+    """Ask all supervisors of ``state_dir``; ``HermesPoolError`` where none runs."""
+    answers = control.query(settings.state_dir, request, timeout_s)
+    if not answers:
+        raise HermesPoolError(f"no supervisor runs in {settings.state_dir}")
+    return answers
+
+
+def reported(settings: PoolSettings) -> tuple[list[Supervisor], list[tuple[int, DeathReport]]]:
+    """Return all supervisors, and the deaths that they know with the supervisor's pid, the latest first."""
+    supervisors, found = [], []
+    for answer in asked(settings, control.Deaths(), control.QUERY_TIMEOUT_S):
+        reply = answer.response
+        if isinstance(reply, control.DeathsReply):
+            supervisors.append(Supervisor(answer.supervisor_pid))
+            found += [(answer.supervisor_pid, report) for report in reply.reports]
+        else:
+            problem = reply.text if isinstance(reply, control.Failed) else answer.problem or "answers something else"
+            supervisors.append(Supervisor(answer.supervisor_pid, problem=problem))
+    return supervisors, sorted(found, key=lambda each: each[1].at, reverse=True)
 
 
 def stored_sessions(settings: PoolSettings) -> list[SessionSnapshot]:
@@ -375,7 +469,14 @@ def headline(pool: PoolSnapshot) -> str:
         parts.append(f"{pool.waiting} waiting for one{wait}")
     if pool.held:
         parts.append(f"{pool.held} held until it is resumed")
-    return ", ".join(parts)
+    told = ", ".join(parts)
+    starts = pool.starts
+    if starts is None or starts.state == BreakerState.CLOSED:
+        return told
+    how = "have failed and are tried again"
+    if starts.state == BreakerState.OPEN and starts.retry_after_s is not None:
+        how = f"are refused for {duration(starts.retry_after_s)}"
+    return f"{told}; starts {how}: {visible(starts.last_error or 'it is not known why')}"
 
 
 def print_sessions(sessions: Sequence[SessionSnapshot]) -> None:
@@ -391,29 +492,35 @@ def print_sessions(sessions: Sequence[SessionSnapshot]) -> None:
 
 def _cells(row: SessionSnapshot) -> list[str]:
     user = "" if row.user_id is None else f" [{row.user_id}]"
+    state = row.state if row.health in ("none", "alive") else f"{row.state},{row.health}"
+    if row.retry_after_s is not None:  # in one word, as all cells but the last are
+        state += f",backoff={duration(row.retry_after_s)}"
+    troubles = [f"quarantined: {', '.join(row.quarantined)}"] if row.quarantined else []
+    if row.last_error:
+        troubles.append(row.last_error)
     return [
         visible(row.conversation_id + user),
         visible(row.session_id or "-"),
         "-" if row.pid is None else str(row.pid),
-        visible(row.state if row.health in ("none", "alive") else f"{row.state},{row.health}"),
+        visible(state),
         duration(row.uptime_s),
         duration(row.idle_s),
         size(row.rss_bytes),
         duration(row.cpu_s),
         str(row.turns),
         str(row.restart_count),
-        visible(row.last_error or "-"),
+        visible("; ".join(troubles) or "-"),
     ]
 
 
-def plain_table(rows: Sequence[Sequence[str]]) -> str:
+def plain_table(rows: Sequence[Sequence[str]], headings: Sequence[str] = _HEADINGS) -> str:
     """Return all of it, aligned, with two spaces between columns."""
-    table = [[heading.upper() for heading in _HEADINGS], *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(_HEADINGS))]
+    table = [[heading.upper() for heading in headings], *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(headings))]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if heading in _RIGHT else cell.ljust(width)
-            for cell, width, heading in zip(row, widths, _HEADINGS, strict=True)
+            for cell, width, heading in zip(row, widths, headings, strict=True)
         ).rstrip()
         for row in table
     )
@@ -441,6 +548,78 @@ def _print_fitted(console: Any, rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         if row[-1] != "-":
             console.print(Text(shortened(row[0], 40), style="bold").append(f": {row[-1]}", style="not bold red"))
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------
+
+_DEATH_HEADINGS: Final = ("when", "report", "conversation", "turn", "exit")
+
+
+def print_deaths(reports: Sequence[DeathReport]) -> None:
+    """Print a table, a line for each: fitted to a terminal, in full anywhere else."""
+    rows = [_death_cells(report) for report in reports]
+    if sys.stdout.isatty():
+        from rich.console import Console  # noqa: PLC0415
+
+        _print_deaths_fitted(Console(file=sys.stdout, highlight=False), rows)
+    else:
+        typer.echo(plain_table(rows, _DEATH_HEADINGS))
+
+
+def _death_cells(report: DeathReport) -> list[str]:
+    return [
+        visible(f"{report.at[:19]}Z"),
+        visible(report.report_id),
+        visible(report.conversation_id),
+        visible(report.turn_id or "-"),
+        visible(report.exit),
+    ]
+
+
+def _print_deaths_fitted(console: Any, rows: Sequence[Sequence[str]]) -> None:
+    """Print a table as wide as the terminal: ids are shortened, and how it ended goes on in further lines."""
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for heading in _DEATH_HEADINGS[:-1]:
+        table.add_column(heading, no_wrap=True)
+    table.add_column(_DEATH_HEADINGS[-1], overflow="fold", ratio=1)
+    for at, report_id, conversation, turn, ended in rows:
+        table.add_row(at, report_id, Text(shortened(conversation, 16)), Text(shortened(turn, 12)), Text(ended))
+    console.print(table)
+
+
+def report_lines(report: DeathReport) -> list[str]:
+    """Return all that a report says, for people."""
+    turn = "none ran"
+    if report.turn_id is not None:
+        said = "nothing was heard" if report.last_event is None else f"the last event was {report.last_event}"
+        silent = "" if report.silent_s is None else f", {report.silent_s:.1f} s before"
+        turn = f"{report.turn_id}, attempt {report.attempt}; {said}{silent}"
+    pid = "no process" if report.pid is None else f"pid {report.pid}"
+    facts = {
+        "report": report.report_id,
+        "conversation": report.conversation_id,
+        "when": report.at,
+        "worker": f"{pid}, number {report.incarnation} of its session, ran for {report.uptime_s:.1f} s",
+        "exit": report.exit,
+        "turn": turn,
+        "open tools": ", ".join(report.tools_open) or "none",
+        "verdict": report.verdict or "not judged",
+    }
+    lines = [f"{name + ':':14}{visible(value)}" for name, value in facts.items()]
+    curve = [f"{before_s:8.1f} s before: {size(count)}" for before_s, count in report.memory]
+    for name, more in (
+        ("memory", curve),
+        ("stacks", report.stacks),
+        ("last lines on stderr", report.stderr_tail),
+    ):
+        lines += [f"{name}:", *(f"    {visible(line)}" for line in more)] if more else [f"{name}: none"]
+    return lines
+
+
+# --- words and numbers ------------------------------------------------------------------------------------------------
 
 
 def visible(text: str, keep: str = "") -> str:

@@ -32,6 +32,8 @@ DEAF_EXIT_S = 1.0
 """How long a worker that has closed its side of the wire may live on."""
 KILLED_EXIT_S = 5.0
 """How long a process may take to go after SIGKILL; one in an uninterruptible call takes longer, and is reported."""
+STRAYS_ROUNDS_MAX = 3
+"""How often what carries a stopped worker's marker is looked for: what is being ended may still fork."""
 STACKS_S = 0.5
 """How long the Python stacks of a worker that hangs may take to come, at most."""
 STDERR_LINE_CHARS = 2000
@@ -62,12 +64,18 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """What it took to stop a worker, and what its tools had left behind (pids that were killed)."""
+    """What it took to stop a worker, what went with it, and the proof that nothing of it is left."""
 
     exit: Exit
     rung: str
     """``closed`` by itself, ``terminated`` or ``killed``."""
     strays: tuple[int, ...] = ()
+    """Pids of what its tools had left running and is ended now, be it by the pool (with SIGKILL) or by the worker."""
+    worker: tuple[int, float] | None = None
+    """Pid and create time (seconds since the epoch); ``None`` where no process was ever started."""
+    left: tuple[int, ...] = ()
+    """Pids that, by the process table, live on or may do so after all that: of the worker, of what was below it when
+    its end began, and of what carries its marker. Empty but for a process that the kernel itself cannot end."""
 
 
 class StderrTail:
@@ -359,39 +367,51 @@ class WorkerLink:
         """Ask it to close, then SIGTERM, then SIGKILL it and all its descendants; each step has its limit."""
         self._wanted = True  # before anything is sent, so that the death is known to be wanted
         rung = "closed"
+        family = await self._family()
         self.send(wire.Close())
         if not await self._died_within(close_grace_s):
-            rung = await self._signal(term_grace_s)
-        return await self._stopped(rung)
+            rung = await self._signal(term_grace_s, family)
+        return await self._stopped(rung, family)
 
     async def kill(self, cause: str, term_grace_s: float = 0.0) -> Stopped:
         """End it without asking, for ``cause``; SIGTERM comes first where it may take a moment."""
         self._wanted = True
         self._cause = self._cause or cause
         rung = "killed"
+        family: Family = {}
         if self.process is not None and self.death is None:
-            rung = await self._signal(term_grace_s)
-        return await self._stopped(rung)
+            rung = await self._signal(term_grace_s, family)
+        return await self._stopped(rung, family)
 
-    async def _signal(self, term_grace_s: float) -> str:
+    async def _family(self) -> "Family":
+        """Return what is below it. To be asked while it lives: afterwards nothing tells whose they were."""
+        if self.process is None or self.death is not None:
+            return {}
+        found = await in_thread(partial(health.descendants, self.process.pid, self.process.create_time))
+        return {each.pid: each for each in found}
+
+    async def _signal(self, term_grace_s: float, family: "Family") -> str:
+        """Signal it and all that is below it, and add that to ``family``; return the rung at which it went."""
         process = self.process
         if process is None:
             return "closed"
-        # Looked up while their parent lives: afterwards nothing tells whose they were.
-        family = await in_thread(partial(health.descendants, process.pid, process.create_time))
+        family |= await self._family()
         if term_grace_s > 0:
             process.send_signal(signal.SIGTERM)
             if await self._died_within(term_grace_s):
-                await in_thread(partial(health.kill, family))
                 return "terminated"
         process.send_signal(signal.SIGKILL)
-        await in_thread(partial(health.kill, family))
+        await in_thread(partial(health.kill, family.values()))
         await self._died_within(KILLED_EXIT_S)
         return "killed"
 
-    async def _stopped(self, rung: str) -> Stopped:
-        strays = await in_thread(partial(kill_strays, self.marker)) if self.process is not None else ()
-        return Stopped(self.death.exit if self.death is not None else Exit(None), rung, strays)
+    async def _stopped(self, rung: str, family: "Family") -> Stopped:
+        status = self.death.exit if self.death is not None else Exit(None)
+        if self.process is None:
+            return Stopped(status, rung)
+        worker = self.process.pid, self.process.create_time
+        strays, left = await in_thread(partial(_end_family, worker, self.marker, family))
+        return Stopped(status, rung, strays, worker, left)
 
     async def _died_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -409,6 +429,31 @@ def _encoder_for(frame_bytes_max: int) -> wire.FrameEncoder:
 def kill_strays(marker: str) -> tuple[int, ...]:
     """End what a worker's tools have left: every process that carries its marker. Return the pids; blocks."""
     return tuple(health.kill(health.marked(marker)))
+
+
+Family = dict[int, Any]
+"""Processes (``psutil.Process``) by their pid."""
+
+
+def _end_family(worker: tuple[int, float], marker: str, family: Family) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """End what is left of a stopped worker; return the pids that are gone, and those that are not. Blocks."""
+    health.kill(family.values())
+    left = {pid for pid, each in family.items() if _may_live(pid, each.create_time())}
+    strays = set(family) - left
+    marked = health.marked(marker)
+    for _ in range(STRAYS_ROUNDS_MAX):
+        if not marked:
+            break
+        strays |= set(health.kill(marked))
+        marked = health.marked(marker)
+    left |= {each.pid for each in marked}
+    if _may_live(*worker):
+        left.add(worker[0])
+    return tuple(sorted(strays - left - {worker[0]})), tuple(sorted(left))
+
+
+def _may_live(pid: int, create_time: float) -> bool:
+    return health.identify(pid, create_time) in (health.Identity.CURRENT, health.Identity.UNKNOWN)
 
 
 def _launch_error(error: OSError, command: Command) -> WorkerStartError:

@@ -399,11 +399,12 @@ class HermesSessionManager:
                 return control.Done(f"{pool.workers} of {pool.workers_max} workers")
             case control.Deaths():
                 return control.DeathsReply(self.deaths())
-            case control.Reset(conversation_id=None):
-                self.reset()
-                return control.Done("starts are let in")
-            case control.Reset(conversation_id=str(conversation_id)):
-                self.reset(key := SessionKey(conversation_id, request.user_id))
+            case control.Reset():
+                if request.conversation_id is None:
+                    self.reset()
+                    return control.Done("starts are let in")
+                key = SessionKey(request.conversation_id, request.user_id)
+                self.reset(key)
                 return control.Done("reset" if key in self._sessions else "it is not known here: nothing to reset")
             case control.Release():
                 key = SessionKey(request.conversation_id, request.user_id)

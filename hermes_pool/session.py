@@ -159,6 +159,8 @@ class Session:
             uptime_s=now - link.started_at if link is not None and process is not None else None,
             idle_s=self.idle_s(),
             turn_s=now - self._turn.began_at if self._turn is not None else None,
+            verdict=None if self.judgement is None else self.judgement.verdict.value,
+            verdict_reason=None if self.judgement is None else self.judgement.reason,
             turns=ledger.turns,
             waiting=self.waiting,
             restart_count=ledger.restart_count,
@@ -266,11 +268,14 @@ class Session:
         link = self._link
         if link is None or self.state is not State.BUSY or link.verdict is not None:
             return
-        link.verdict = f"{judgement.verdict}: {judgement.reason}"
+        turn, link.verdict = self._turn, f"{judgement.verdict}: {judgement.reason}"
         self._log.warning("worker_stuck", verdict=judgement.verdict.value, reason=judgement.reason)
         if judgement.verdict is not Verdict.FROZEN:
             await link.take_stacks()
-        link.condemn(f"was {judgement.verdict} ({judgement.reason})")
+        if self._turn is turn:
+            link.condemn(f"was {judgement.verdict} ({judgement.reason})")
+        else:  # to be asked where it is has interrupted what it was waiting for
+            link.verdict = None
 
     async def kill_for(self, reason: str) -> None:
         """End the worker at once. An idle one is saved first: nobody waits for it."""

@@ -49,6 +49,10 @@ class SessionSnapshot:
     uptime_s: float | None = None
     idle_s: float | None = None
     """Since the end of the last turn; ``None`` while a turn runs."""
+    verdict: str | None = None
+    """What the worker was judged to be doing at the last look, in a turn: a ``verdict.Verdict``."""
+    verdict_reason: str | None = None
+    """Why, in words."""
     turn_s: float | None = None
     """Since the begin of the turn that runs."""
     rss_bytes: int | None = None

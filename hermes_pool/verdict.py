@@ -28,6 +28,8 @@ STILL_SHARE_PER_THREAD: Final = 0.005
 """And this for each of its threads: in CPython, each that waits for the lock wakes 200 times a second to ask
 for it. Measured while a sleep in C held the lock: 0.9 % of a core with one thread waiting, 2.5 % with ten, 7 % with
 thirty."""
+PING_BYTES_MAX: Final = 512
+"""What a ping and its answer take of input and output, generously: to be looked at is no work."""
 TIME_LOST_S: Final = 5.0
 """A look that comes this much too late tells that time was lost: a suspended machine, a host that was blocked."""
 STACK_LINES_MAX: Final = 400
@@ -226,7 +228,7 @@ def _own_work(before: Sample, after: Sample) -> str | None:
         return f"it uses {share:.0%} of a core"
     if before.io_bytes is not None and after.io_bytes is not None and before.descendants == after.descendants:
         moved = after.io_bytes - before.io_bytes
-        if moved > 0:
+        if moved > PING_BYTES_MAX:
             return f"it reads and writes ({moved:,} bytes in {after.at - before.at:.0f} s)"
     return None
 

@@ -11,9 +11,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from hermes_pool import cli
+from hermes_pool.breakers import BreakerSnapshot
 from hermes_pool.errors import SettingsError
+from hermes_pool.report import DeathReport
 from hermes_pool.settings import PoolSettings
-from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 
 HOSTILE = "a\x1b[31mred\x07\r\n\u202egnp.exe\ud800\0"
 FULL = SessionSnapshot(
@@ -81,6 +83,120 @@ def test_the_plain_table_is_complete_and_aligned() -> None:
 
 def test_a_state_says_when_the_process_is_not_well() -> None:
     assert cli._cells(dataclasses.replace(FULL, health="frozen"))[3] == "starting,frozen"
+
+
+def test_a_state_says_for_how_long_a_session_backs_off_and_stays_one_word() -> None:
+    row = SessionSnapshot(conversation_id="c", state="stopped", restarts="open", retry_after_s=12.9)
+    assert cli._cells(row)[3] == "stopped,backoff=12s"
+    assert cli._cells(dataclasses.replace(row, restarts="half_open", retry_after_s=None))[3] == "stopped"
+
+
+@pytest.mark.parametrize(("last_error", "told"), [(None, ""), ("it failed", "; it failed")])
+def test_quarantined_messages_are_told_before_the_last_error(last_error, told) -> None:
+    row = SessionSnapshot(conversation_id="c", state="idle", quarantined=("0a1b", "2c3d"), last_error=last_error)
+    assert cli._cells(row)[-1] == f"quarantined: 0a1b, 2c3d{told}"
+
+
+@pytest.mark.parametrize(
+    ("starts", "told"),
+    [
+        (None, ""),
+        (("closed", None, None), ""),
+        (("open", 12.9, "no python\x1b"), "; starts are refused for 12s: no python\\x1b"),
+        (("open", None, "no python"), "; starts have failed and are tried again: no python"),
+        (("half_open", 5.0, "no python"), "; starts have failed and are tried again: no python"),
+    ],
+)
+def test_the_head_line_tells_of_starts_only_where_they_fail(starts, told) -> None:
+    if starts is not None:
+        state, retry_after_s, error = starts
+        starts = BreakerSnapshot(state=state, failures=3, failures_max=3, retry_after_s=retry_after_s, last_error=error)
+    pool = PoolSnapshot(condition="open", workers=1, workers_max=64, starts=starts)
+    assert cli.headline(pool) == f"open: 1 of 64 workers{told}"
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------
+
+DEATH = DeathReport(
+    report_id="3f2a91cd",
+    conversation_id="conversation-5f3a2b1c-8d7e-4f60-9a1b-2c3d4e5f6071",
+    at="2026-03-02T14:15:16.123+00:00",
+    pid=4194304,
+    incarnation=2,
+    uptime_s=75.25,
+    exit="was killed by SIGKILL (signal 9), possibly because the machine is out of memory",
+    returncode=-9,
+    turn_id="ab12cd34-12345",
+    attempt=1,
+    last_event="ToolStarted",
+    silent_s=2.04,
+    tools_open=("terminal", "web"),
+    memory=((12.5, 60 << 20), (2.5, 5 << 30)),
+    verdict="wedged: nothing moves",
+    stacks=('File "agent.py", line 7 in turn',),
+    stderr_tail=("last words",),
+)
+
+
+def test_a_report_is_shown_whole() -> None:
+    assert cli.report_lines(DEATH) == [
+        "report:       3f2a91cd",
+        "conversation: conversation-5f3a2b1c-8d7e-4f60-9a1b-2c3d4e5f6071",
+        "when:         2026-03-02T14:15:16.123+00:00",
+        "worker:       pid 4194304, number 2 of its session, ran for 75.2 s",
+        "exit:         was killed by SIGKILL (signal 9), possibly because the machine is out of memory",
+        "turn:         ab12cd34-12345, attempt 1; the last event was ToolStarted, 2.0 s before",
+        "open tools:   terminal, web",
+        "verdict:      wedged: nothing moves",
+        "memory:",
+        "        12.5 s before: 60M",
+        "         2.5 s before: 5.0G",
+        "stacks:",
+        '    File "agent.py", line 7 in turn',
+        "last lines on stderr:",
+        "    last words",
+    ]
+
+
+def test_a_report_without_a_turn_says_what_it_does_not_know() -> None:
+    bare = DeathReport(
+        report_id="3f2a91cd", conversation_id="c", at="2026-03-02T14:15:16.123+00:00", pid=None, incarnation=1,
+        uptime_s=0.0, exit="exited with status 3", returncode=3,
+    )  # fmt: skip
+    assert cli.report_lines(bare)[3:] == [
+        "worker:       no process, number 1 of its session, ran for 0.0 s",
+        "exit:         exited with status 3",
+        "turn:         none ran",
+        "open tools:   none",
+        "verdict:      not judged",
+        "memory: none",
+        "stacks: none",
+        "last lines on stderr: none",
+    ]
+
+
+def test_nothing_hostile_of_a_report_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = dataclasses.replace(
+        DEATH, conversation_id=HOSTILE, exit=HOSTILE, stderr_tail=(HOSTILE,), stacks=(HOSTILE,), verdict=HOSTILE,
+        tools_open=(HOSTILE,), last_event=HOSTILE,
+    )  # fmt: skip
+    cli.print_deaths([hostile])
+    text = capsys.readouterr().out + "\n".join(cli.report_lines(hostile))
+    assert "\\x1b[31mred" in text
+    assert not set(text) & set("\x1b\x07\r\u202e\ud800\0")
+
+
+@pytest.mark.parametrize("width", [80, 132])
+def test_the_table_of_deaths_fits_the_terminal(width: int) -> None:
+    out = io.StringIO()
+    rows = cli._death_cells(DEATH), cli._death_cells(dataclasses.replace(DEATH, conversation_id="[red]", turn_id=None))
+    cli._print_deaths_fitted(Console(file=out, width=width, force_terminal=True, color_system=None), rows)
+    lines = out.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= width
+    assert lines[0].split() == ["when", "report", "conversation", "turn", "exit"]
+    assert "3f2a91cd conv" in lines[1]
+    assert "[red]" in out.getvalue()
+    assert "out of memory" in " ".join(line[-(width - 59) :].strip() for line in lines)
 
 
 @pytest.mark.parametrize(

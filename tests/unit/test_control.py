@@ -18,9 +18,16 @@ import pytest
 from hermes_pool import control
 from hermes_pool.control import Answer, ControlError, ControlServer, Done, Failed, Ps, PsReply, Stop
 from hermes_pool.errors import StoreError
+from hermes_pool.report import DeathReport
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool_worker import wire
 
+DEATH = DeathReport(
+    report_id="3f2a91cd", conversation_id="c-1", at="2026-01-02T03:04:05.678+00:00", pid=4711, incarnation=2,
+    uptime_s=1.5, exit="was killed by SIGKILL (signal 9)", returncode=-9, turn_id="t-1", attempt=1,
+    last_event="TextDelta", silent_s=0.25, tools_open=("terminal",), memory=((2.5, 1 << 40), (0.5, 7)),
+    verdict="wedged", stacks=("here",), stderr_tail=("last words", "\ufffd"),
+)  # fmt: skip
 SESSION = SessionSnapshot(conversation_id="c-1", state="idle", pid=4711, rss_bytes=1 << 40, idle_s=1.5)
 
 
@@ -28,6 +35,10 @@ async def answer(request: control.Request) -> control.Response:
     match request:
         case Ps():
             return PsReply([SESSION], os.getpid(), "1.2.3", "2026-01-02T03:04:05+00:00")
+        case control.Deaths():
+            return control.DeathsReply([DEATH])
+        case control.Reset(conversation_id=None):
+            return Done("all")
         case Stop(conversation_id="late"):
             await asyncio.Event().wait()
         case Stop(conversation_id="refused"):
@@ -114,6 +125,25 @@ async def test_requests_and_their_responses(server, tmp_path) -> None:
     assert told == Answer(os.getpid(), PsReply([SESSION], os.getpid(), "1.2.3", "2026-01-02T03:04:05+00:00"))
     assert [a.response for a in await ask(tmp_path, Stop("a", "b"))] == [Done("a b")]
     assert [a.response for a in await ask(tmp_path, Stop("refused"))] == [Failed("no such luck")]
+    assert [a.response for a in await ask(tmp_path, control.Deaths())] == [control.DeathsReply([DEATH])]
+    assert [a.response for a in await ask(tmp_path, control.Reset())] == [Done("all")]
+    assert [a.response for a in await ask(tmp_path, control.Reset("a", "b"))] == [Done("a b")]
+    assert [a.response for a in await ask(tmp_path, control.Release("a", "cafe"))] == [Done("a None")]
+
+
+def test_a_supervisor_that_is_older_than_the_latest_fields_is_understood() -> None:
+    row = {"conversation_id": "c-1", "state": "idle"}
+    pool = {"condition": "open", "workers": 1, "workers_max": 64}
+    old = {"sessions": [row], "supervisor_pid": 1, "version": "0", "started_at": "", "pool": pool}
+    (reply,) = wire.FrameDecoder(control.Response).feed(wire.encode({"type": "PsReply", **old}))
+    (session,) = reply.sessions
+    assert (session.restarts, session.retry_after_s, session.quarantined, session.last_death) == (
+        "closed",
+        None,
+        (),
+        None,
+    )
+    assert reply.pool.starts is None
 
 
 async def test_a_bug_in_the_handler_is_told(server, tmp_path, caplog) -> None:

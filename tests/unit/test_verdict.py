@@ -62,7 +62,7 @@ def test_wedged_is_who_shows_no_sign_at_all() -> None:
         ({"samples": samples(own=0.05)}, Verdict.BUSY),
         ({"samples": samples(own=0.01)}, Verdict.WEDGED),  # threads that wait for the interpreter's lock
         ({"samples": samples(own=0.07, threads=31)}, Verdict.WEDGED),
-        ({"samples": samples(io=1)}, Verdict.BUSY),
+        ({"samples": samples(io=5000)}, Verdict.BUSY),
         ({"samples": samples(io=None)}, Verdict.WEDGED),
         ({"samples": samples(below=0.5, descendants=(SERVER,)), "at_rest": frozenset({SERVER})}, Verdict.BUSY),
         ({"samples": samples(descendants=(SERVER,)), "at_rest": frozenset({SERVER})}, Verdict.WEDGED),
@@ -86,7 +86,7 @@ def test_each_sign_of_life_saves_it(change: dict[str, Any], expected: Verdict) -
 def test_of_all_combinations_only_the_one_without_any_sign_is_wedged() -> None:
     conditions = (Condition.SLEEPING, Condition.RUNNING, Condition.UNINTERRUPTIBLE, Condition.STOPPED)
     heard, asked, excuses = (999.0, 970.0, 930.0), (None, 990.0, 935.0), (None, "waits for an answer")
-    works = ({}, {"own": 1.0}, {"below": 1.0}, {"io": 5})
+    works = ({}, {"own": 1.0}, {"below": 1.0}, {"io": 5000})
     children = ((), (CHILD,), (SERVER,))
     wedged = set()
     for row in itertools.product(heard, asked, excuses, works, children, conditions):

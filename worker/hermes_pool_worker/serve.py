@@ -135,6 +135,14 @@ def give_back_memory() -> None:
             trim(0)
 
 
+def take_leave_of_the_dead() -> None:
+    """Collect what tools had started, has lost its parent and has ended: this process has adopted it (see ``kin``)."""
+    if sys.platform == "linux":
+        from hermes_pool_worker import kin  # noqa: PLC0415 - exists on Linux only
+
+        kin.reap_adopted()
+
+
 def leave_orphaned() -> NoReturn:
     """End a process whose supervisor is gone, and with it all that its agent's tools have left running."""
     if sys.platform == "linux":
@@ -485,6 +493,7 @@ class Worker:
                 self._watch_wakes.set()
             else:
                 give_back_memory()
+                take_leave_of_the_dead()
 
     def _read_until_asked_back(self) -> None:
         both = select.poll()

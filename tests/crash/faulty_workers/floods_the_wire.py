@@ -7,35 +7,32 @@ from hermes_pool_worker.agent import Outcome
 from hermes_pool_worker.echo import EchoAgent
 from hermes_pool_worker.serve import FrameSender
 
-FRAMES = {
-    "large deltas": lambda of: wire.TextDelta(*of, "x" * 1_000_000),
-    "small deltas": lambda of: wire.TextDelta(*of, "x"),
-    "tools": lambda of: wire.ToolStarted(*of, "call", "t" * 50_000, ""),
-    "tool calls": lambda of: wire.ToolStarted(*of, os.urandom(25_000).hex(), "t", ""),
-    "questions": lambda of: wire.Question(*of, os.urandom(25_000).hex(), "clarify", "", [], 1e9),
-    "sessions": lambda of: wire.SessionMoved(*of, os.urandom(25_000).hex()),
-    "imports": lambda of: wire.Imported([os.urandom(25_000).hex()]),
-    "pongs": lambda of: wire.Pong(1),
-    "strangers": lambda of: wire.TextDelta("nobody", 1, "x"),
-}
-
 
 class Agent(EchoAgent):
     def turn(self, text, turn):
-        kind, _, megabytes = text.partition(": ")
-        if kind.removeprefix("idle ") not in FRAMES:
+        if not text.startswith(("flood", "go on to flood")):
             return super().turn(text, turn)
+        kind, megabytes = text.split("/")[1:]
+        (sender,) = [each for each in gc.get_objects() if type(each) is FrameSender]
 
         def flood():
-            (sender,) = [each for each in gc.get_objects() if type(each) is FrameSender]
-            make, left = FRAMES[kind.removeprefix("idle ")], int(megabytes) * 1_000_000
-            while left > 0:
-                data = b"".join(wire.encode(make((turn.turn_id, turn.attempt))) for _ in range(2000 if "s" == "" else 20))
-                left -= len(data)
-                os.write(sender._descriptor, data)
+            for _ in range(int(megabytes)):
+                os.write(sender._descriptor, frames(kind, turn))
 
-        if kind.startswith("idle "):
-            threading.Thread(target=flood).start()
-        else:
-            flood()
+        flood() if text.startswith("flood") else threading.Thread(target=flood).start()
         return Outcome("flooded")
+
+
+def frames(kind, turn):
+    of, word = (turn.turn_id, turn.attempt), os.urandom(25_000).hex()
+    frame, many = {
+        "large deltas": (lambda: wire.TextDelta(*of, "x" * 1_000_000), 1),
+        "small deltas": (lambda: wire.TextDelta(*of, "x"), 20_000),
+        "tools": (lambda: wire.ToolStarted(*of, word, word, ""), 10),
+        "questions": (lambda: wire.Question(*of, word, "clarify", "", [], 1.0), 20),
+        "sessions": (lambda: wire.SessionMoved(*of, word), 20),
+        "imports": (lambda: wire.Imported([word]), 20),
+        "frames of nobody's turn": (lambda: wire.TextDelta("nobody", 1, "x"), 20_000),
+        "unasked answers": (lambda: wire.Pong(7), 50_000),
+    }[kind]
+    return b"".join(wire.encode(frame()) for _ in range(many))

@@ -1,0 +1,435 @@
+"""Kill -9 at every await of a turn's life: before, inside and after each frame, and of the zygote at its own points.
+
+``faulty_workers/dies_where_told.py`` looks for an order, which is an empty file with the name of the point, and kills
+itself there: between two system calls, where no signal from outside could be aimed. One order is one death.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import OpenPool, Pool, until
+from outside import complaints, gone, hermes_of, lines, process_of, row_of
+
+from hermes_pool import HermesPoolError, Reply
+from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerStartError
+from hermes_pool_worker import wire
+
+Faulty = Callable[..., dict[str, Any]]
+
+LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
+UNBOUNDED = {"quarantine_after": 0, "restarts_in_window_max": 1000, "start_failures_max": 1000}
+"""No breaker may hide what happens at the next death."""
+TOOL = "use a tool"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a turn ended, and what its caller saw of it."""
+
+    outcome: Reply | HermesPoolError
+    events: list[wire.Event]
+
+    @property
+    def attempts(self) -> set[int]:
+        return {event.attempt for event in self.events}
+
+
+async def turn_of(pool: Pool, text: str) -> Ended:
+    events: list[wire.Event] = []
+    try:
+        async with pool.turn("c", text) as turn:
+            async for event in turn:
+                events.append(event)
+            return Ended(await turn.reply(), events)
+    except HermesPoolError as error:
+        return Ended(error, events)
+
+
+@asynccontextmanager
+async def bystander(pool: Pool) -> AsyncIterator[None]:
+    """Another conversation of the same pool: its worker stays the same one and answers."""
+    await pool.send("other", "hello")
+    worker = await process_of(pool, "other")
+    with complaints() as complained:
+        yield
+        reply = await asyncio.wait_for(pool.send("other", "/count"), 5)
+    assert (reply.text, reply.restarts) == ("2", 0)
+    assert await process_of(pool, "other") == worker
+    assert (await row_of(pool, "other")).last_error is None
+    assert complained == []
+
+
+async def history_is(pool: Pool, *texts: str) -> None:
+    """The next turn is answered in the context of exactly these before it."""
+    assert (await asyncio.wait_for(pool.send("c", "/count"), 10)).text == str(len(texts) + 1)
+    assert (await pool.send("c", "/first")).text == (texts[0] if texts else "/count")
+    row = await row_of(pool, "c")
+    assert (row.state, row.health, row.waiting, row.last_error) == ("idle", "alive", 0, None)
+
+
+# --- in a start ---
+
+
+@pytest.mark.parametrize("kind", ["Hello", "Opened"])
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+@LAUNCHERS
+async def test_a_worker_killed_in_its_start_is_one_more_launch_and_no_restart(
+    open_pool: OpenPool, faulty: Faulty, instead_of_python: Faulty, tmp_path: Path, when: str, kind: str, launcher: str
+) -> None:
+    settings = faulty("dies_where_told")
+    if launcher == "spawn" and kind == "Hello":  # it comes before any agent is imported
+        if when != "before":
+            pytest.skip("a spawned worker greets before code of a test's own runs in it")
+        settings |= instead_of_python("dies_before_hello")
+    pool = await open_pool(**settings, worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher)
+    async with bystander(pool):
+        (tmp_path / f"{when} {kind}").touch()
+        ended = await turn_of(pool, "hello")
+        assert isinstance(ended.outcome, Reply)
+        assert ended.outcome.text == "hello"
+        assert not (tmp_path / f"{when} {kind}").exists()
+        row = await row_of(pool, "c")
+        # After its last frame of the start it may be taken over before it is seen to be dead.
+        assert ended.outcome.restarts == row.restart_count
+        assert row.restart_count == 0 or (when, kind) == ("after", "Opened")
+        assert row.incarnation == 2
+        await history_is(pool, "hello")
+
+
+@LAUNCHERS
+async def test_two_deaths_in_one_start_are_an_error_that_names_the_step(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
+) -> None:
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher)
+    async with bystander(pool):
+        for order in ("before Opened", "inside Opened again"):
+            (tmp_path / order).touch()
+        ended = await turn_of(pool, "hello")
+        assert type(ended.outcome) is WorkerStartError
+        assert (ended.outcome.step, ended.outcome.conversation_id) == ("open", "c")
+        assert (await row_of(pool, "c")).state == "failed"
+        await history_is(pool)
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+async def test_a_spare_that_is_killed_while_it_gets_ready_is_nobody_s_trouble(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, when: str
+) -> None:
+    (tmp_path / f"{when} Prepared").touch()
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher="zygote", spares=1)
+    await until(lambda: not (tmp_path / f"{when} Prepared").exists(), "the spare to die")
+    await history_is(pool)
+
+
+# --- in a turn ---
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What becomes of the turn whose worker is killed at ``points``, one after the other."""
+
+    points: tuple[str, ...]
+    text: str = "work"
+    error: type[HermesPoolError] | None = None
+    restarts: int = 1
+    attempts: frozenset[int] = frozenset({1, 2})
+    """Of the events that its caller saw."""
+    effects: int = 0
+    """How often the tool acted."""
+
+    def __str__(self) -> str:
+        return f"{self.text}: {', then '.join(self.points)}"
+
+
+FIRST, SECOND = frozenset({1}), frozenset({2})
+
+IN_A_TURN = [
+    # Nothing has happened yet, and nothing was seen: once more.
+    Expected(("before TextDelta",), attempts=SECOND),
+    Expected(("inside TextDelta",), attempts=SECOND),
+    Expected(("after TextDelta",)),
+    # The tool has not acted before it is announced.
+    Expected(("before ToolStarted",), TOOL, attempts=SECOND, effects=1),
+    Expected(("inside ToolStarted",), TOOL, attempts=SECOND, effects=1),
+    # From here on it may have acted.
+    Expected(("after ToolStarted",), TOOL, TurnInterruptedError, attempts=FIRST),
+    Expected(("before ToolFinished",), TOOL, TurnInterruptedError, attempts=FIRST, effects=1),
+    Expected(("inside ToolFinished",), TOOL, TurnInterruptedError, attempts=FIRST, effects=1),
+    Expected(("after ToolFinished",), TOOL, TurnInterruptedError, attempts=FIRST, effects=1),
+    # The turn is in the history: its reply is taken from there.
+    Expected(("before TurnDone",), attempts=FIRST),
+    Expected(("inside TurnDone",), attempts=FIRST),
+    Expected(("before TurnDone",), TOOL, attempts=FIRST, effects=1),
+    Expected(("inside TurnDone",), TOOL, attempts=FIRST, effects=1),
+    # The reply was written: it is delivered.
+    Expected(("after TurnDone",), restarts=0, attempts=FIRST),
+    Expected(("after TurnDone",), TOOL, restarts=0, attempts=FIRST, effects=1),
+    # And the one that takes over is killed as well.
+    Expected(("before TextDelta", "before TextDelta again"), error=WorkerCrashedError, attempts=SECOND),
+    Expected(("after TextDelta", "inside TextDelta again"), error=WorkerCrashedError),
+    Expected(("before TextDelta", "before Opened"), attempts=SECOND),
+    Expected(("before TextDelta", "inside Opened", "before Opened again"), error=WorkerStartError, attempts=frozenset()),
+    Expected(("after ToolStarted", "before Opened", "before Opened again"), TOOL, TurnInterruptedError, attempts=FIRST),
+    Expected(("before ToolStarted", "after ToolStarted"), TOOL, TurnInterruptedError, attempts=SECOND),
+    Expected(("before TurnDone", "before Opened"), attempts=FIRST),
+    Expected(("before TextDelta", "before TurnDone"), error=WorkerCrashedError, attempts=SECOND),
+]
+
+
+@pytest.mark.parametrize("expected", IN_A_TURN, ids=str)
+@LAUNCHERS
+async def test_a_worker_killed_in_a_turn(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, expected: Expected, launcher: str
+) -> None:
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher)
+    async with bystander(pool):
+        await pool.send("c", "hello")
+        for point in expected.points:
+            (tmp_path / point).touch()
+        ended = await asyncio.wait_for(turn_of(pool, expected.text), 15)
+        assert not [point for point in expected.points if (tmp_path / point).exists()]
+        outcome = ended.outcome
+        if expected.error is None:
+            assert isinstance(outcome, Reply), outcome
+            assert (outcome.text, outcome.restarts) == (expected.text, expected.restarts)
+        else:
+            assert type(outcome) is expected.error
+            assert outcome.conversation_id == "c"
+        if isinstance(outcome, WorkerCrashedError):
+            assert outcome.returncode == -signal.SIGKILL
+            assert outcome.report is not None
+            assert outcome.report.report_id in str(outcome)
+        if isinstance(outcome, TurnInterruptedError):
+            assert outcome.tools == ("hammer",)
+        assert ended.attempts <= expected.attempts
+        assert len(lines(tmp_path / "effects")) == expected.effects
+        row = await row_of(pool, "c")
+        assert row.state in ("idle", "stopped", "failed")
+        done = (expected.text,) if isinstance(outcome, Reply) else ()
+        await history_is(pool, "hello", *done)
+        assert len(lines(tmp_path / "effects")) == expected.effects
+
+
+def _until_dead_without_a_turn_of_the_loop(process: psutil.Process) -> None:
+    """Wait while the host hears of nothing: the death, and all that was written before, reach it at one moment."""
+    end = time.monotonic() + 5
+    while not gone(process):
+        assert time.monotonic() < end
+        time.sleep(0.001)  # on purpose not asyncio's
+
+
+@LAUNCHERS
+async def test_a_turn_that_is_handed_to_a_worker_already_dead_is_run_by_the_next(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
+) -> None:
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher)
+    async with bystander(pool):
+        await pool.send("c", "hello")
+        worker = await process_of(pool, "c")
+        worker.kill()
+        _until_dead_without_a_turn_of_the_loop(worker)
+        ended = await turn_of(pool, TOOL)
+        assert isinstance(ended.outcome, Reply)
+        assert (ended.outcome.text, ended.outcome.restarts) == (TOOL, 1)
+        assert len(lines(tmp_path / "effects")) == 1
+        await history_is(pool, "hello", TOOL)
+
+
+@LAUNCHERS
+async def test_a_reply_and_the_death_after_it_that_come_at_one_moment_are_a_reply(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
+) -> None:
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher)
+    async with bystander(pool):
+        await pool.send("c", "hello")
+        worker = await process_of(pool, "c")
+        (tmp_path / "after TurnDone").touch()
+        async with pool.turn("c", TOOL) as turn:
+            _until_dead_without_a_turn_of_the_loop(worker)
+            reply = await turn.reply()
+        assert (reply.text, reply.restarts) == (TOOL, 0)
+        assert len(lines(tmp_path / "effects")) == 1
+        await history_is(pool, "hello", TOOL)
+
+
+async def test_a_forked_worker_killed_while_it_tells_what_it_imported_has_answered(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path
+) -> None:
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher="zygote")
+    async with bystander(pool):
+        (tmp_path / "inside Imported").touch()
+        reply = await pool.send("c", "hello")
+        assert (reply.text, reply.restarts) == ("hello", 0)
+        await until(lambda: _is(pool, "c", "stopped"), "the death to be seen", 3)
+        await history_is(pool, "hello")
+
+
+async def _is(pool: Pool, conversation_id: str, state: str) -> bool:
+    return (await row_of(pool, conversation_id)).state == state
+
+
+# --- on the way out ---
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+@LAUNCHERS
+async def test_a_worker_killed_while_it_is_stopped_is_no_crash(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, when: str, launcher: str
+) -> None:
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher)
+    async with bystander(pool):
+        await pool.send("c", "hello")
+        (tmp_path / f"{when} Closed").touch()
+        stopped = await asyncio.wait_for(pool.stop("c"), 5)
+        assert stopped is not None
+        assert (stopped.rung, stopped.exit.returncode, stopped.strays) == ("closed", -9, ())
+        row = await row_of(pool, "c")
+        assert (row.state, row.pid, row.restart_count, row.last_error) == ("stopped", None, 0, None)
+        await history_is(pool, "hello")
+        assert (await row_of(pool, "c")).restart_count == 0
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+@LAUNCHERS
+async def test_a_worker_killed_while_it_goes_dormant_is_no_crash(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, when: str, launcher: str
+) -> None:
+    pool = await open_pool(
+        **faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher, idle_timeout_s=0.3
+    )
+    await pool.send("c", "hello")
+    (tmp_path / f"{when} Closed").touch()
+    await until(lambda: _is(pool, "c", "stopped"), "the idle worker to go", 5)
+    assert not (tmp_path / f"{when} Closed").exists()
+    row = await row_of(pool, "c")
+    assert (row.pid, row.restart_count, row.last_error) == (None, 0, None)
+    assert hermes_of(tmp_path / "state", "c")["status"] == "dormant"
+    await history_is(pool, "hello")
+
+
+@pytest.mark.parametrize("saved_by", ["turn", "stop", "sweep"])
+@LAUNCHERS
+async def test_a_worker_killed_while_its_metadata_is_being_saved(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: str, launcher: str
+) -> None:
+    pool = await open_pool(
+        **faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher,
+        idle_timeout_s=0.3 if saved_by == "sweep" else 900.0,
+    )  # fmt: skip
+    saving, go_on = asyncio.Event(), asyncio.Event()
+    save = pool._store.save
+
+    async def slow_save(key: Any, record: Any) -> None:
+        if saved_by == "turn" or record.status == "dormant":
+            saving.set()
+            await go_on.wait()
+        await save(key, record)
+
+    monkeypatch.setattr(pool._store, "save", slow_save)
+    await pool.send("c", "hello")
+    stopping = asyncio.create_task(pool.stop("c")) if saved_by == "stop" else None
+    await asyncio.wait_for(saving.wait(), 5)
+    worker = await process_of(pool, "c")
+    worker.kill()
+    await until(lambda: _is(pool, "c", "stopped"), "the death to be seen", 3)
+    go_on.set()
+    if stopping is not None:
+        assert await asyncio.wait_for(stopping, 5) is None  # it was gone before anything was sent to it
+    await until(lambda: hermes_of(tmp_path / "state", "c").get("status") == "dormant", "the row", 5)
+    assert "pid" not in hermes_of(tmp_path / "state", "c")
+    row = await row_of(pool, "c")
+    assert (row.state, row.pid) == ("stopped", None)
+    await history_is(pool, "hello")
+
+
+# --- the zygote ---
+
+
+def zygotes() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if each.name() == "hermes-zygote" and not gone(each)]
+
+
+@pytest.mark.parametrize("when", ["before Preloaded", "after Preloaded", "before Forked", "after Forked"])
+async def test_a_zygote_killed_at_its_work_costs_no_message(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, when: str
+) -> None:
+    (tmp_path / when).touch()
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher="zygote")
+    replies = await asyncio.wait_for(asyncio.gather(*(pool.send(name, "hello") for name in "abc")), 15)
+    assert [(reply.text, reply.restarts) for reply in replies] == [("hello", 0)] * 3
+    assert not (tmp_path / when).exists()
+    await history_is(pool, "hello")
+    for name in "ab":
+        assert (await pool.send(name, "/count")).text == "2"
+
+
+@pytest.mark.parametrize("busy", ["idle", "in a turn"])
+async def test_workers_outlive_their_zygote_and_the_next_start_has_another(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, busy: str
+) -> None:
+    pool = await open_pool(**faulty("waits_for_cancel"), worker_cwd=tmp_path, **UNBOUNDED, launcher="zygote")
+    async with bystander(pool):
+        await pool.send("c", "hello")
+        turn = await pool.turn("c", "wait" if busy == "in a turn" else "go on").__aenter__()
+        await anext(turn)
+        worker = await process_of(pool, "c")
+        (zygote,) = zygotes()
+        zygote.kill()
+        await until(lambda: gone(zygote), "the zygote to die")
+        assert await process_of(pool, "c") == worker
+        reply = await turn.cancel() if busy == "in a turn" else await turn.reply()
+        assert reply is not None
+        assert (reply.outcome, reply.restarts) == ("interrupted" if busy == "in a turn" else "completed", 0)
+        assert (await pool.send("new", "hello")).text == "hello"
+        assert len(zygotes()) == 1
+        # Whoever was left without a zygote dies as anybody else does.
+        worker.kill()
+        await until(lambda: _is(pool, "c", "stopped"), "the death to be seen", 2)
+        assert (await pool.send("c", "/count")).text == ("2" if busy == "in a turn" else "3")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_zygote_killed_between_a_request_and_its_fork_is_replaced_by_a_spawn(
+    open_pool: OpenPool, tmp_path: Path, stopped: bool
+) -> None:
+    pool = await open_pool(**UNBOUNDED, launcher="zygote")
+    async with bystander(pool):
+        (zygote,) = zygotes()
+        zygote.suspend()
+        sending = asyncio.create_task(pool.send("c", "hello"))
+        await until(lambda: _is(pool, "c", "starting"), "the start")
+        stop = asyncio.create_task(pool.stop("c")) if stopped else None
+        zygote.kill()
+        if stop is None:
+            reply = await asyncio.wait_for(sending, 10)
+            assert (reply.text, reply.restarts) == ("hello", 0)
+            await history_is(pool, "hello")
+        else:
+            await asyncio.wait_for(stop, 10)
+            with pytest.raises(HermesPoolError, match="stop"):
+                await asyncio.wait_for(sending, 10)
+            await history_is(pool)
+
+
+async def test_a_zygote_killed_before_it_reports_a_death_leaves_the_death_known(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path
+) -> None:
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher="zygote")
+    async with bystander(pool):
+        await pool.send("c", "hello")
+        (tmp_path / "before Reaped").touch()
+        os.kill((await process_of(pool, "c")).pid, signal.SIGKILL)
+        await until(lambda: _is(pool, "c", "stopped"), "the death to be seen", 2)
+        error = (await row_of(pool, "c")).last_error or ""
+        assert "SIGKILL" in error or "unknown" in error
+        await until(lambda: not (tmp_path / "before Reaped").exists(), "the zygote to die")
+        await history_is(pool, "hello")
