@@ -144,7 +144,8 @@ class RestartBudget:
 
     def note_completed(self) -> None:
         """Refill: a turn has ended with a reply, so the session works."""
-        self.reset()
+        if self._deaths or self._retry_at is not None:
+            self.reset()
 
     def reset(self) -> None:
         """Forget all deaths and let the next message in."""
@@ -198,7 +199,7 @@ class Quarantine:
 
     def check(self, text: str) -> None:
         """Raise ``MessageQuarantinedError`` for a message that has ended too many workers."""
-        fingerprint = self._known(text)
+        fingerprint = self._known(text) if self._killers else None
         if fingerprint is None or not self._refuses(self._killers[fingerprint]):
             return
         deaths = self._killers[fingerprint].deaths
@@ -221,7 +222,7 @@ class Quarantine:
 
     def note_completed(self, text: str) -> None:
         """Clear a message: its turn has ended with a reply."""
-        if (fingerprint := self._known(text)) is not None:
+        if self._killers and (fingerprint := self._known(text)) is not None:
             self.release(fingerprint)
 
     def release(self, fingerprint: str) -> bool:

@@ -297,7 +297,7 @@ class Session:
         """Wait in line, see that a worker is ready, and hand the turn over."""
         self._refuse_if_too_large(turn)  # and not after it has waited
         self.quarantine.check(turn.text)
-        if self.state not in lifecycle.ALIVE and self._starting is None:
+        if self.state is not State.IDLE and self.state not in lifecycle.ALIVE and self._starting is None:
             self._refuse_start()
         if self._lock.locked():
             await self._wait_in_line()

@@ -1,7 +1,6 @@
 """Workers that hang, freeze, grow or get old: what is judged of them, what is done, and that nobody else notices."""
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -169,7 +168,7 @@ async def test_an_old_worker_goes_and_nobody_sees_more_than_another_pid(open_poo
 
 @LAUNCHERS
 async def test_limits_of_resources_are_the_workers_own(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
-    import resource  # noqa: PLC0415 - not on Windows
+    import resource
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     pool = await open_pool(**faulty("hangs_or_grows"), worker_rlimits={"RLIMIT_NOFILE": 123}, launcher=launcher)
@@ -185,7 +184,7 @@ async def test_a_question_waits_no_longer_than_it_may(open_pool: OpenPool, fault
 
 
 def _limits(pid: int | None) -> list[str]:
-    with open(f"/proc/{pid}/limits") as file:  # noqa: PTH123
+    with open(f"/proc/{pid}/limits") as file:
         return file.read().splitlines()
 
 
@@ -195,4 +194,4 @@ async def _stopped(pool: Any, conversation_id: str) -> bool:
 
 async def _alive(pool: Any, count: int) -> bool:
     rows = await pool.sessions()
-    return sum(row.pid is not None and os.path.exists(f"/proc/{row.pid}") for row in rows) == count  # noqa: PTH110
+    return sum(row.pid is not None and alive(row.pid) for row in rows) == count

@@ -5,10 +5,11 @@ itself there: between two system calls, where no signal from outside could be ai
 """
 
 import asyncio
+import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,13 @@ from outside import complaints, gone, hermes_of, lines, process_of, row_of
 
 from hermes_pool import HermesPoolError, Reply
 from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerStartError
+from hermes_pool.link import WorkerLink
+from hermes_pool.session import Session
 from hermes_pool_worker import wire
 
 Faulty = Callable[..., dict[str, Any]]
 
+pytestmark = pytest.mark.timeout(30)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 UNBOUNDED = {"quarantine_after": 0, "restarts_in_window_max": 1000, "start_failures_max": 1000}
 """No breaker may hide what happens at the next death."""
@@ -74,6 +78,13 @@ async def history_is(pool: Pool, *texts: str) -> None:
     assert (await pool.send("c", "/first")).text == (texts[0] if texts else "/count")
     row = await row_of(pool, "c")
     assert (row.state, row.health, row.waiting, row.last_error) == ("idle", "alive", 0, None)
+
+
+@pytest.fixture(autouse=True)
+def no_bug_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Dead workers are warnings; an error in the log is a task of the pool that has failed."""
+    yield
+    assert [each.getMessage() for each in caplog.get_records("call") if each.levelno >= logging.ERROR] == []
 
 
 # --- in a start ---
@@ -145,6 +156,8 @@ class Expected:
     """Of the events that its caller saw."""
     effects: int = 0
     """How often the tool acted."""
+    or_error: type[HermesPoolError] | None = None
+    """How it may end as well, where two events race."""
 
     def __str__(self) -> str:
         return f"{self.text}: {', then '.join(self.points)}"
@@ -181,7 +194,7 @@ IN_A_TURN = [
     Expected(("after ToolStarted", "before Opened", "before Opened again"), TOOL, TurnInterruptedError, attempts=FIRST),
     Expected(("before ToolStarted", "after ToolStarted"), TOOL, TurnInterruptedError, attempts=SECOND),
     Expected(("before TurnDone", "before Opened"), attempts=FIRST),
-    Expected(("before TextDelta", "before TurnDone"), error=WorkerCrashedError, attempts=SECOND),
+    Expected(("before TextDelta", "after Opened"), attempts=SECOND, or_error=WorkerCrashedError),
 ]
 
 
@@ -196,9 +209,12 @@ async def test_a_worker_killed_in_a_turn(
         for point in expected.points:
             (tmp_path / point).touch()
         ended = await asyncio.wait_for(turn_of(pool, expected.text), 15)
-        assert not [point for point in expected.points if (tmp_path / point).exists()]
+        ordered = [tmp_path / point for point in expected.points]
+        await until(lambda: not any(order.exists() for order in ordered), "all orders to be obeyed", 3)
         outcome = ended.outcome
-        if expected.error is None:
+        if expected.or_error is not None and isinstance(outcome, expected.or_error):
+            pass
+        elif expected.error is None:
             assert isinstance(outcome, Reply), outcome
             assert (outcome.text, outcome.restarts) == (expected.text, expected.restarts)
         else:
@@ -217,6 +233,19 @@ async def test_a_worker_killed_in_a_turn(
         done = (expected.text,) if isinstance(outcome, Reply) else ()
         await history_is(pool, "hello", *done)
         assert len(lines(tmp_path / "effects")) == expected.effects
+
+
+@pytest.mark.xfail(strict=True, reason="a turn that is in the history is not taken out again when its caller gets an error")
+@LAUNCHERS
+async def test_a_turn_that_ended_with_an_error_is_in_no_history(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
+) -> None:
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher)
+    await pool.send("c", "hello")
+    for point in ("before TextDelta", "before TurnDone"):
+        (tmp_path / point).touch()
+    assert type((await turn_of(pool, "work")).outcome) is WorkerCrashedError
+    await history_is(pool, "hello")
 
 
 def _until_dead_without_a_turn_of_the_loop(process: psutil.Process) -> None:
@@ -261,6 +290,68 @@ async def test_a_reply_and_the_death_after_it_that_come_at_one_moment_are_a_repl
         await history_is(pool, "hello", TOOL)
 
 
+@pytest.mark.parametrize("start", ["first", "spare", "replacement"])
+@LAUNCHERS
+async def test_a_worker_that_is_dead_before_it_is_taken_over(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, launcher: str
+) -> None:
+    pool = await open_pool(
+        **faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher, spares=int(start == "spare")
+    )
+    if start == "spare":
+        await until(lambda: _is(pool, "", "spare"), "the spare")
+    async with bystander(pool):
+        if start == "replacement":
+            await pool.send("c", "hello")
+            (tmp_path / "before TextDelta").touch()
+        doomed: list[WorkerLink] = []
+        open_link = WorkerLink.open
+
+        async def open_and_kill(link: WorkerLink, *arguments: Any) -> None:
+            await open_link(link, *arguments)
+            if not doomed:
+                doomed.append(link)
+                process = psutil.Process(link.process.pid)  # type: ignore[union-attr]
+                process.kill()
+                _until_dead_without_a_turn_of_the_loop(process)
+
+        monkeypatch.setattr(WorkerLink, "open", open_and_kill)
+        ended = await asyncio.wait_for(turn_of(pool, "work"), 10)
+        assert len(doomed) == 1
+        assert isinstance(ended.outcome, Reply)
+        assert ended.outcome.text == "work"
+        await history_is(pool, *(["hello"] if start == "replacement" else []), "work")
+
+
+@LAUNCHERS
+async def test_a_replacement_that_dies_the_moment_it_is_taken_over_ends_the_turn_once(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher)
+    async with bystander(pool):
+        await pool.send("c", "hello")
+        (tmp_path / "before TextDelta").touch()
+        took_over, killed = Session._took_over, []
+
+        def take_over_and_kill(session: Session, link: WorkerLink) -> wire.Opened:
+            opened = took_over(session, link)
+            if not killed:
+                killed.append(psutil.Process(link.process.pid))  # type: ignore[union-attr]
+                killed[0].kill()
+                _until_dead_without_a_turn_of_the_loop(killed[0])
+            return opened
+
+        monkeypatch.setattr(Session, "_took_over", take_over_and_kill)
+        behind: list[asyncio.Task[Reply]] = []
+        ending = asyncio.create_task(turn_of(pool, "work"))
+        await until(lambda: _is(pool, "c", "busy"), "the turn")
+        behind += [asyncio.create_task(pool.send("c", f"behind {number}")) for number in range(2)]
+        ended = await asyncio.wait_for(ending, 10)
+        assert type(ended.outcome) is WorkerCrashedError
+        assert [reply.text for reply in await asyncio.wait_for(asyncio.gather(*behind), 10)] == ["behind 0", "behind 1"]
+        await history_is(pool, "hello", "behind 0", "behind 1")
+
+
 async def test_a_forked_worker_killed_while_it_tells_what_it_imported_has_answered(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path
 ) -> None:
@@ -274,7 +365,7 @@ async def test_a_forked_worker_killed_while_it_tells_what_it_imported_has_answer
 
 
 async def _is(pool: Pool, conversation_id: str, state: str) -> bool:
-    return (await row_of(pool, conversation_id)).state == state
+    return (conversation_id, state) in [(row.conversation_id, row.state) for row in await pool.sessions()]
 
 
 # --- on the way out ---

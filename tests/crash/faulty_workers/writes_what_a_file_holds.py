@@ -14,14 +14,12 @@ def write(file):
 
 class Agent(EchoAgent):
     def open(self, request):
-        if os.path.exists("in-open"):
-            write("in-open")
+        if Path("in open").exists():
+            write("in open")
         return super().open(request)
 
     def turn(self, text, turn):
-        if text.startswith("in-turn"):
-            write(text)
-            if text == "in-turn-and-hang":
-                turn.cancelled.wait()
-            return Outcome("still there")
-        return super().turn(text, turn)
+        if not text.startswith("in turn"):
+            return super().turn(text, turn)
+        write("in turn")
+        return Outcome("waited", "interrupted" if turn.cancelled.wait(60 * text.endswith("wait")) else "completed")
