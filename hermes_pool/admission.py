@@ -109,8 +109,11 @@ class Occupant(Protocol):
     """A session, as far as admission knows it."""
 
     key: SessionKey
-    state: State
     waiting: int
+
+    @property
+    def state(self) -> State:
+        """What its worker is doing."""
 
     @property
     def at_rest(self) -> bool:

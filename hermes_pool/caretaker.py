@@ -25,7 +25,9 @@ CLOSE_EVERY_S = 2.0
 class Ward(Protocol):
     """A session, as its caretaker sees it."""
 
-    state: State
+    @property
+    def state(self) -> State:
+        """What its worker is doing."""
 
     @property
     def worker(self) -> Identity | None:

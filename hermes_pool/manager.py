@@ -20,9 +20,10 @@ from hermes_pool.errors import HermesPoolError, PoolClosedError
 from hermes_pool.lifecycle import State
 from hermes_pool.link import Stopped
 from hermes_pool.log import logger
+from hermes_pool.place import Surroundings
 from hermes_pool.report import DeathReport
 from hermes_pool.sampling import Sampler
-from hermes_pool.session import Session, Surroundings
+from hermes_pool.session import Session
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool.start import Starter
@@ -265,7 +266,7 @@ class HermesSessionManager:
             self._around.starter.breaker.reset()
             self._log.info("starts_reset")
         elif (session := self._sessions.get(_key(conversation))) is not None:
-            session.restarts.reset()
+            session.place.restarts.reset()
             session.quarantine.reset()
             self._log.info("session_reset", conversation_id=session.key.conversation_id)
 

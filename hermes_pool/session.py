@@ -1,80 +1,45 @@
-"""One conversation: its lock, its worker, its turns, and what becomes of them when the worker dies.
+"""One conversation: its line, its turns, and what becomes of them when the worker dies.
 
-Every change of state goes through ``_became``, which asks the table in ``lifecycle``. Whoever starts a turn holds the
-conversation's lock until the turn is settled; the lock is released by the settling itself, never by the caller, so a
-caller that leaves early cannot let the next message in too soon.
+The worker itself, from the wish for one to its death, is the business of the session's ``place``. Whoever starts a turn
+holds the conversation's lock until the turn is settled; the lock is released by the settling itself, never by the
+caller, so a caller that leaves early cannot let the next message in too soon.
 """
 
 import asyncio
-import random
-from collections import deque
-from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass
-from logging import DEBUG, INFO
 from time import monotonic
 from typing import Any, Literal
 
-from hermes_pool import health, lifecycle
-from hermes_pool.admission import Admission, Condition
-from hermes_pool.breakers import Quarantine, RestartBudget
+from hermes_pool.admission import Condition
+from hermes_pool.breakers import Quarantine
 from hermes_pool.clocks import TurnClocks
-from hermes_pool.deaths import crashed, report_of
+from hermes_pool.deaths import crashed
 from hermes_pool.errors import (
     AgentFailedError,
     ConversationBusyError,
     HermesPoolError,
     InvalidMessageError,
     MessageTooLargeError,
-    NoCapacityError,
     PoolClosedError,
-    PoolUnavailableError,
     RestartBackoffError,
     TurnCancelledError,
     TurnTimeoutError,
     WorkerCrashedError,
     WorkerStartError,
-    WorkerUnusableError,
 )
 from hermes_pool.ledger import Ledger
 from hermes_pool.lifecycle import Event, State
-from hermes_pool.link import Death, Stopped, WorkerLink, kill_strays
-from hermes_pool.log import wants
+from hermes_pool.link import Stopped
+from hermes_pool.place import Place, Surroundings
 from hermes_pool.report import DeathReport
-from hermes_pool.sampling import Sampler
-from hermes_pool.settings import PoolSettings, SessionKey
+from hermes_pool.settings import SessionKey
 from hermes_pool.snapshot import SessionSnapshot
-from hermes_pool.start import LAUNCHES_MAX, Starter
-from hermes_pool.store import ConversationStore
-from hermes_pool.threads import in_thread
+from hermes_pool.start import LAUNCHES_MAX
 from hermes_pool.turn import Reply, Turn
-from hermes_pool.verdict import Identity, Judgement, Sample, Signs, Verdict
+from hermes_pool.verdict import Identity, Judgement, Sample, Signs
 from hermes_pool_worker import wire
 
-SWEEP_UP_AFTER_S = 0.1
-"""How long after a death its leftovers are looked for. The look takes milliseconds of this interpreter's lock."""
-_OF_THE_POOL = (WorkerUnusableError, NoCapacityError, PoolUnavailableError)
-"""Failed starts that say nothing of this session."""
 _UTF8_BYTES_MAX = 4
 _TURN_BYTES_MAX = 256  # of a turn's frame, beside its text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What all sessions of a pool share."""
-
-    settings: PoolSettings
-    starter: Starter
-    store: ConversationStore
-    host: str
-    log: Any
-    admission: Admission
-    sampler: Sampler
-    save_soon: "Callable[[Session], None]"
-    """Called when there is something new to store."""
-    in_background: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
-    new_turn_id: Callable[[], str]
-    reports: "deque[DeathReport]"
-    """The latest deaths."""
 
 
 class Session:
@@ -82,7 +47,6 @@ class Session:
 
     def __init__(self, key: SessionKey, around: Surroundings) -> None:
         self.key = key
-        self.state = State.STOPPED
         self.waiting = 0
         """Callers in line."""
         self.closed = False
@@ -98,23 +62,15 @@ class Session:
             log=self._log,
             changed=lambda: around.save_soon(self),
         )
+        self.place = Place(self, self.ledger, around, self._log)
+        self.quarantine = Quarantine(around.settings, conversation_id=self._id)
         self._lock = asyncio.Lock()
-        self._link: WorkerLink | None = None
-        self._begun: WorkerLink | None = None
-        self._starting: asyncio.Task[wire.Opened] | None = None
         self._turn: Turn | None = None
         self._idle_since = self._loop.time()
         self._clocks = TurnClocks(around.settings, self._over_limit)
-        self.restarts = RestartBudget(around.settings, self._loop.time, random.random, conversation_id=self._id)
-        self.quarantine = Quarantine(around.settings, conversation_id=self._id)
-        self._unreplaced: DeathReport | None = None
-        """The death of the last worker, until another one has taken over."""
         self._notice: str | None = None
-        self.judgement: Judgement | None = None
-        """What the worker was up to when it was looked at last, in a turn."""
         self._recycle: str | None = None
         """Why the worker goes after this turn; ``None``: it stays."""
-        self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
 
     # --- what the manager asks ---
 
@@ -131,9 +87,14 @@ class Session:
         )
 
     @property
+    def state(self) -> State:
+        """What the worker is doing."""
+        return self.place.state
+
+    @property
     def at_rest(self) -> bool:
         """Whether nothing at all goes on here: no process, no caller."""
-        return self.state not in lifecycle.ALIVE and not self._lock.locked() and self._starting is None
+        return self.place.is_empty and not self._lock.locked()
 
     def idle_s(self) -> float | None:
         """Seconds since the worker has nothing to do; ``None`` when it has, or when there is no worker."""
@@ -144,9 +105,9 @@ class Session:
     def snapshot(self) -> SessionSnapshot:
         """Return what is known here; what the operating system knows is added by the manager."""
         now, ledger = self._loop.time(), self.ledger
-        link = self._link or self._begun
+        link, judgement = self.place.newest, self.place.judgement
         process = link.process if link is not None else None
-        restarts = self.restarts.snapshot()
+        restarts = self.place.restarts.snapshot()
         return SessionSnapshot(
             conversation_id=self.key.conversation_id,
             user_id=self.key.user_id,
@@ -159,8 +120,8 @@ class Session:
             uptime_s=now - link.started_at if link is not None and process is not None else None,
             idle_s=self.idle_s(),
             turn_s=now - self._turn.began_at if self._turn is not None else None,
-            verdict=None if self.judgement is None else self.judgement.verdict.value,
-            verdict_reason=None if self.judgement is None else self.judgement.reason,
+            verdict=None if judgement is None else judgement.verdict.value,
+            verdict_reason=None if judgement is None else judgement.reason,
             turns=ledger.turns,
             waiting=self.waiting,
             restart_count=ledger.restart_count,
@@ -190,7 +151,7 @@ class Session:
             if self.waiting or self.state is not State.IDLE:  # somebody came while it was saved
                 self.ledger.save_soon()
                 return False
-            await self._stop_worker(reason)
+            await self.place.vacate(reason)
             return True
         finally:
             self._lock.release()
@@ -200,20 +161,16 @@ class Session:
 
         Return what it took, or ``None`` where there was no worker. Metadata is saved first, if the store answers.
         """
-        if (starting := self._starting) is not None:
-            starting.cancel()
-            await asyncio.wait({starting})
-            if self._starting is starting:  # cancelled before its first step, it could not do so itself
-                self._starting = None
+        await self.place.stop_filling()
         if self._turn is not None:
             self.cancel(self._turn, TurnCancelledError(f"stopped ({reason})", conversation_id=self._id))
         if self.state not in (State.IDLE, State.BUSY):
-            if self._link is not None:
-                await self._link.dead()
+            if self.place.link is not None:
+                await self.place.link.dead()
             await self.ledger.save()
             return None
         await self.ledger.save("dormant")
-        return await self._stop_worker(reason)
+        return await self.place.vacate(reason)
 
     async def close(self) -> Stopped | None:
         """Stop, and let nobody in any more: callers in line get ``PoolClosedError``."""
@@ -232,12 +189,12 @@ class Session:
     @property
     def worker_age_s(self) -> float:
         """For how long the worker runs, in seconds."""
-        return 0.0 if self._link is None else monotonic() - self._link.started_at
+        return 0.0 if self.place.link is None else monotonic() - self.place.link.started_at
 
     def ask(self) -> None:
         """Ask the worker for a sign of life, unless it owes one already."""
-        if self._link is not None:
-            self._link.ask()
+        if self.place.link is not None:
+            self.place.link.ask()
 
     def signs(self, samples: tuple[Sample, ...], at_rest: frozenset[Identity], trusted_from: float) -> Signs:
         """Return all that is known of the worker in its turn."""
@@ -251,7 +208,7 @@ class Session:
             now=now,
             heard_at=now if turn is None else turn.heard_at,
             begun=turn is None or turn.last_event is not None,
-            asked_at=None if self._link is None else self._link.asked_at,
+            asked_at=None if self.place.link is None else self.place.link.asked_at,
             samples=samples,
             at_rest=at_rest,
             tools_open=() if turn is None else tuple(turn.tools_open.values()),
@@ -261,28 +218,15 @@ class Session:
 
     def judged(self, judgement: Judgement | None) -> None:
         """Take note of what the worker is up to."""
-        self.judgement = judgement
+        self.place.judgement = judgement
 
     async def replace_stuck(self, judgement: Judgement) -> None:
-        """End a worker that hangs, and learn before where; its turn goes on as after any other death."""
-        link = self._link
-        if link is None or self.state is not State.BUSY or link.verdict is not None:
-            return
-        turn, link.verdict = self._turn, f"{judgement.verdict}: {judgement.reason}"
-        self._log.warning("worker_stuck", verdict=judgement.verdict.value, reason=judgement.reason)
-        if judgement.verdict is not Verdict.FROZEN:
-            await link.take_stacks()
-        if self._turn is turn:
-            link.condemn(f"was {judgement.verdict} ({judgement.reason})")
-        else:  # to be asked where it is has interrupted what it was waiting for
-            link.verdict = None
+        """End a worker that hangs; its turn goes on as after any other death."""
+        await self.place.end_stuck(judgement)
 
     async def kill_for(self, reason: str) -> None:
-        """End the worker at once. An idle one is saved first: nobody waits for it."""
-        if self.state is State.IDLE:
-            await self.ledger.save("dormant")
-        if self._link is not None:
-            self._link.condemn(reason)
+        """End the worker at once, for a ``reason`` that follows "the worker"."""
+        await self.place.end_for(reason)
 
     def recycle(self, reason: str) -> None:
         """Let the worker go: now if it is idle, else after its turn."""
@@ -297,8 +241,8 @@ class Session:
         """Wait in line, see that a worker is ready, and hand the turn over."""
         self._refuse_if_too_large(turn)  # and not after it has waited
         self.quarantine.check(turn.text)
-        if self.state is not State.IDLE and self.state not in lifecycle.ALIVE and self._starting is None:
-            self._refuse_start()
+        if self.place.state is not State.IDLE and self.place.is_empty:
+            self.place.refuse_start()
         if self._lock.locked():
             await self._wait_in_line()
         else:
@@ -306,7 +250,7 @@ class Session:
         try:
             if self._around.admission.condition is not Condition.OPEN:
                 await self._around.admission.passed(self)
-            if self.state is not State.IDLE or self.closed:
+            if self.place.state is not State.IDLE or self.closed:
                 self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
                 await self._idle_worker(turn)
             if turn.ending is not None:  # cancelled before it began
@@ -325,22 +269,22 @@ class Session:
         if turn.outcome is not None or turn.ending is not None:
             return
         turn.ending = ending
-        if turn is self._turn and self.state is State.BUSY and self._link is not None:
-            self._link.send(wire.Cancel(turn.turn_id, turn.attempt))
+        if turn is self._turn and self.state is State.BUSY and self.place.link is not None:
+            self.place.link.send(wire.Cancel(turn.turn_id, turn.attempt))
             self._loop.call_later(self._settings.close_grace_s, self._force, turn)
 
     def answer(self, turn: Turn, question_id: str, text: str) -> None:
         """Pass an answer on to the worker."""
-        if turn is self._turn and self._link is not None:
+        if turn is self._turn and self.place.link is not None:
             turn.questions_open.pop(question_id, None)
             turn.heard_at = self._loop.time()
-            self._link.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text))
+            self.place.link.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text))
 
     def drained(self, turn: Turn) -> None:
         """Read on: the events that had piled up are consumed."""
-        if turn is self._turn and self._link is not None:
+        if turn is self._turn and self.place.link is not None:
             turn.heard_at = self._loop.time()
-            self._link.resume_reading()
+            self.place.link.resume_reading()
 
     # --- waiting in line ---
 
@@ -364,108 +308,52 @@ class Session:
         finally:
             self.waiting -= 1
 
-    def _refuse_if_closed(self) -> None:
-        if self.closed:
-            raise PoolClosedError("the pool is closing", conversation_id=self._id)
-
-    # --- starting a worker ---
-
     async def _idle_worker(self, turn: Turn) -> None:
         """See that an idle worker is there: wait for one that leaves, start another, or find it ready."""
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         starts = 0
         while turn.ending is None and self.state is not State.IDLE:
-            if self.state is State.STOPPING and self._link is not None:
-                await self._link.dead()
+            if self.state is State.STOPPING and self.place.link is not None:
+                await self.place.link.dead()
             elif starts < LAUNCHES_MAX:
                 starts += 1
-                await self._started(None)
+                await self.place.filled(None)
             else:
                 raise WorkerStartError(
                     "its workers die as soon as they are ready", step="open", conversation_id=self._id
                 )
-            self._refuse_if_closed()
+            self.refuse_if_closed()
 
-    async def _started(self, unfinished: wire.Turn | None) -> wire.Opened:
-        """Start a worker, or wait for the start that goes on already.
+    # --- what the place tells and asks (place.Tenant) ---
 
-        Giving up the wait does not give up the start, unless that still stands in line for room and nobody else wants
-        it.
-        """
-        if self._starting is None:
-            self._refuse_start()
-            self._starting = self._around.in_background(self._start(unfinished))
-        starting = self._starting
-        try:
-            await asyncio.wait({starting})
-        except asyncio.CancelledError:
-            if not self.waiting and self.state not in lifecycle.ALIVE:
-                starting.cancel()
-                if self._starting is starting:
-                    self._starting = None
-            raise
-        if starting.cancelled():
-            raise TurnCancelledError("stopped while its worker was starting", conversation_id=self._id)
-        return starting.result()
+    @property
+    def turn_running(self) -> Turn | None:
+        """The turn that runs, if one does."""
+        return self._turn
 
-    def _refuse_start(self) -> None:
-        self.restarts.check()
-        self._around.starter.breaker.check(self._id)
+    def refuse_if_closed(self) -> None:
+        """Raise ``PoolClosedError`` where no worker is wanted any more."""
+        if self.closed:
+            raise PoolClosedError("the pool is closing", conversation_id=self._id)
 
-    async def _start(self, unfinished: wire.Turn | None) -> wire.Opened:
-        try:
-            await self._around.admission.make_room(self)
-            self._refuse_if_closed()
-            self._became(Event.START_BEGUN)
-            try:
-                link = await self._around.starter.start(self._id, self._request(unfinished), self, self._start_failed)
-            except asyncio.CancelledError:  # by ``stop``; the link has seen to the process before it let go
-                self._became(Event.STOP_BEGUN)
-                self._became(Event.DIED)
-                raise
-            except Exception as error:
-                if isinstance(error, HermesPoolError):
-                    error.conversation_id = self._id  # a starter knows of none
-                if isinstance(error, WorkerStartError) and not isinstance(error, _OF_THE_POOL):
-                    self.restarts.note_death()
-                self._became(Event.START_FAILED, error=str(error))
-                self.ledger.status = "failed"
-                self.ledger.last_error = str(error)
-                self.ledger.save_soon()
-                raise
-            return self._took_over(link)
-        finally:
-            if self._starting is None or self._starting is asyncio.current_task():
-                self._starting = self._begun = None
-
-    async def _request(self, unfinished: wire.Turn | None) -> wire.Open:
-        if self._turn is None:  # else nobody can know better than we
-            await self.ledger.recall()
-        return self._around.starter.request(
-            self._id, session_id=self.ledger.session_id, committed=self.ledger.committed, unfinished=unfinished
-        )
-
-    def _start_failed(self, error: WorkerStartError) -> None:
-        self._log.warning("start_failed", step=error.step, error=error.message)
-
-    def _took_over(self, link: WorkerLink) -> wire.Opened:
-        opened = link.opened
-        assert opened is not None  # noqa: S101 - for the type checker: a link that was started has opened
-        self._link = link
-        if self._unreplaced is not None:
-            self.ledger.restart_count += 1
-            self._unreplaced = None
-        self.ledger.session_id, self.ledger.committed, self._notice = opened.session_id, opened.committed, opened.notice
-        self.ledger.status = "healthy"
-        if link.process is not None:
-            self.ledger.worker = (link.process.pid, link.process.create_time)
+    def worker_ready(self, opened: wire.Opened) -> None:
+        """Take note of a worker that is ready."""
+        self._notice = opened.notice
         self._idle_since = self._loop.time()
-        self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
-        self._became(Event.OPENED, resumed=opened.resumed, steps=link.steps)
-        if opened.notice is not None:
-            self._log.warning("not_resumed", notice=opened.notice)
-        self.ledger.save_soon()
-        return opened
+
+    def worker_gone(self, report: DeathReport, *, wanted: bool) -> None:
+        """Take note of the end of a worker; the turn that it had gets a reply or a clean error all the same."""
+        self._recycle = None
+        turn = self._turn
+        if turn is None:
+            self.ledger.save_soon()
+            return
+        if turn.ending is not None:
+            self._settle(turn, self._ended_early(turn))
+            return
+        if not wanted:
+            self.quarantine.note_death(turn.text)
+        self._around.in_background(self._recover(turn, report))
 
     # --- a turn ---
 
@@ -483,17 +371,12 @@ class Session:
         turn.began_at = turn.began_at or now
         turn.heard_at = now
         self._turn = turn
-        self._became(Event.TURN_BEGUN)
-        assert self._link is not None  # noqa: S101 - for the type checker: an idle session has one
-        self._link.send(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
+        self.place.became(Event.TURN_BEGUN)
+        assert self.place.link is not None  # noqa: S101 - for the type checker: an idle session has one
+        self.place.link.send(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
         self._clocks.watch(turn)
 
-    def link_begun(self, link: WorkerLink) -> None:
-        """Take note of the worker that is being started."""
-        self.ledger.incarnation += 1
-        self._begun = link
-
-    def link_heard(self, message: Any) -> None:
+    def heard(self, message: Any) -> None:
         """Take a frame of a turn; one that is not of this attempt of this turn has no addressee any more."""
         turn = self._turn
         if turn is None or message.turn_id != turn.turn_id or message.attempt != turn.attempt:
@@ -525,8 +408,8 @@ class Session:
                 self.ledger.save_soon()
         turn.last_event = type(message).__name__
         turn.push(message)
-        if turn.lags and self._link is not None:
-            self._link.pause_reading()
+        if turn.lags and self.place.link is not None:
+            self.place.link.pause_reading()
 
     def _done(self, turn: Turn, message: wire.TurnDone) -> Reply | HermesPoolError:
         if message.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
@@ -539,7 +422,7 @@ class Session:
         return self._reply(turn, message.text, message.outcome, message.usage, notice)
 
     def _completed(self, turn: Turn) -> None:
-        self.restarts.note_completed()
+        self.place.restarts.note_completed()
         self.quarantine.note_completed(turn.text)
         self.ledger.turns += 1
         self.ledger.last_error = None
@@ -577,10 +460,10 @@ class Session:
         if type(outcome) is not Reply:
             self.ledger.last_error = str(outcome)
             self._log.info("turn_failed", turn_id=turn.turn_id, error=type(outcome).__name__)
-        if self.state is State.BUSY or self.state is State.STOPPING:
-            self._became(Event.TURN_ENDED)
-        if turn.lags and self._link is not None:
-            self._link.resume_reading()
+        if self.place.state is State.BUSY or self.place.state is State.STOPPING:
+            self.place.became(Event.TURN_ENDED)
+        if turn.lags and self.place.link is not None:
+            self.place.link.resume_reading()
         turn.settle(outcome)
         self.ledger.used()
         if self._recycle is None:
@@ -593,93 +476,31 @@ class Session:
         self._recycle = None
         try:
             if self.state is State.IDLE and await self.ledger.save("dormant"):
-                await self._stop_worker(reason)
+                await self.place.vacate(reason)
         finally:
             self._lock.release()
 
-    def link_said(self, line: str) -> None:
-        """Pass a line of the worker's stderr on to the log."""
-        self._log.info("worker_stderr", line=line)
-
-    # --- stopping and dying ---
+    # --- over a limit ---
 
     def _over_limit(self, turn: Turn, limit: str, seconds: float) -> None:
         self._log.warning("turn_timed_out", turn_id=turn.turn_id, limit=limit)
         what = "no reply" if limit == "turn_timeout_s" else "no sign of progress"
-        judgement = self.judgement
+        judgement = self.place.judgement
         verdict = None if judgement is None else f"{judgement.verdict}: {judgement.reason}"
         said = f"{what} for {seconds:g} s ({limit})" + (f"; its worker was {verdict}" if verdict else "")
         self.cancel(turn, TurnTimeoutError(said, limit=limit, conversation_id=self._id, verdict=verdict))
 
     def _force(self, turn: Turn) -> None:
         """Replace a worker that has not obeyed a cancel."""
-        if turn is self._turn and self.state is State.BUSY and self._link is not None:
-            self._became(Event.STOP_BEGUN, reason="the turn did not end when it was cancelled")
-            self._around.in_background(self._replace_deaf(self._link, turn))
+        if turn is self._turn and self.state is State.BUSY:
+            self._around.in_background(self._replace_deaf(turn))
 
-    async def _replace_deaf(self, link: WorkerLink, turn: Turn) -> None:
-        stacks = await link.take_stacks()
+    async def _replace_deaf(self, turn: Turn) -> None:
+        stacks = await self.place.end_deaf()
         if isinstance(turn.ending, TurnTimeoutError):
             turn.ending.stacks = stacks
-        await link.kill("did not obey a cancel", term_grace_s=self._settings.term_grace_s)
 
-    async def _stop_worker(self, reason: str) -> Stopped | None:
-        link = self._link
-        if link is None or self.state not in (State.IDLE, State.BUSY):  # it died by itself in the meantime
-            return None
-        self._became(Event.STOP_BEGUN, reason=reason)
-        stopping = self._around.in_background(link.stop(self._settings.close_grace_s, self._settings.term_grace_s))
-        await asyncio.wait({stopping})  # whoever gives up waiting does not give up the stop
-        stopped: Stopped = stopping.result()
-        self._log.info("stopped", rung=stopped.rung, strays=stopped.strays)
-        return stopped
-
-    def link_died(self, link: WorkerLink, death: Death) -> None:
-        """Take note of the end of a worker, whoever caused it."""
-        if link is not self._link:
-            return  # it never became ready; its start tells the story
-        self._link = None
-        self._became(Event.DIED, exit=str(death), wanted=death.wanted)
-        worker, self.ledger.worker = self.ledger.worker, None
-        self.ledger.status, self.judgement, self._recycle = "dormant", None, None
-        turn = self._turn
-        report = report_of(
-            link,
-            death,
-            turn,
-            conversation_id=self._id,
-            incarnation=self.ledger.incarnation,
-            now=self._loop.time(),
-            memory=() if worker is None else self._memory_of(worker),
-        )
-        if not death.wanted:
-            self._mourn(report, turn)
-            self._around.in_background(_sweep_up(link.marker, self._around.sampler, worker))
-            # Whoever waits for this turn comes first: the log may take longer than all else here.
-            self._loop.call_later(0, self._tell, report)
-        if turn is None:
-            self.ledger.save_soon()
-        elif turn.ending is not None:
-            self._settle(turn, self._ended_early(turn))
-        else:
-            self._around.in_background(self._recover(turn, report))
-
-    def _memory_of(self, worker: Identity) -> list[tuple[float, int]]:
-        now = self._loop.time()
-        samples = self._around.sampler.samples(worker)
-        return [(now - each.at, each.unique_bytes or each.rss_bytes or 0) for each in samples]
-
-    def _mourn(self, report: DeathReport, turn: Turn | None) -> None:
-        """Take note of a death that nobody wanted."""
-        self._unreplaced = report
-        self._around.reports.append(report)
-        self.ledger.last_error = f"the worker {report.exit}"
-        self.restarts.note_death()
-        if turn is not None and turn.ending is None:
-            self.quarantine.note_death(turn.text)
-
-    def _tell(self, report: DeathReport) -> None:
-        self._log.warning("worker_died", **asdict(report))
+    # --- after a death ---
 
     async def _recover(self, turn: Turn, report: DeathReport) -> None:
         """Give the turn in which a worker died its reply, or a clean error."""
@@ -702,7 +523,7 @@ class Session:
             self.ledger.status = "failed"
             return self._crashed(turn, report)
         try:
-            opened = await self._started(wire.Turn(turn.turn_id, turn.attempt, turn.text))
+            opened = await self.place.filled(wire.Turn(turn.turn_id, turn.attempt, turn.text))
         except HermesPoolError as error:
             if turn.ending is not None:
                 return self._ended_early(turn)
@@ -718,7 +539,7 @@ class Session:
         if turn.ending is not None:
             return self._ended_early(turn)
         if self.state is not State.IDLE:  # the new one is gone already
-            return self._crashed(turn, self._unreplaced or report)
+            return self._crashed(turn, self.place.unreplaced or report)
         if not self._may_replay(turn):
             return self._crashed(turn, report)
         turn.attempt += 1
@@ -735,29 +556,6 @@ class Session:
     ) -> WorkerCrashedError:
         return crashed(turn, report, replays_always=self._settings.replay == "always", what_next=what_next)
 
-    # --- the table ---
-
-    def _became(self, event: Event, **facts: Any) -> None:
-        """Make a transition and announce it; the facts go into the log."""
-        before = self.state
-        self.state = lifecycle.after(before, event)
-        if event is Event.TURN_BEGUN or event is Event.TURN_ENDED:
-            if self._tells_turns:
-                self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
-        elif self._tells_changes:
-            self._log.info(event.value, state=self.state.value, before=before.value, **facts)
-        self._around.admission.changed(self)
-
     @property
     def _id(self) -> str:
         return self.key.conversation_id
-
-
-async def _sweep_up(marker: str, sampler: Sampler, worker: Identity | None) -> None:
-    """End what the tools of a dead worker have left; a little later, since whoever waits for the turn comes first."""
-    try:
-        await asyncio.sleep(SWEEP_UP_AFTER_S)
-    finally:  # also when the pool closes before
-        await in_thread(lambda: (kill_strays(marker), worker is not None and health.kill(sampler.kin(worker))))
-        if worker is not None:
-            sampler.forget(worker)

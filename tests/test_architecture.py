@@ -59,8 +59,9 @@ MAY_IMPORT = {
     # One conversation, all conversations, the outside.
     "ledger": PURE | {"store"},
     "deaths": PURE | {"link", "turn"},
-    "session": PURE | {"store", "log", "link", "turn", "clocks", "start", "admission", "ledger", "deaths", "health", "sampling"},
-    "manager": PURE | EDGES | {"link", "turn", "start", "session", "admission", "caretaker"},
+    "place": PURE | {"store", "log", "link", "turn", "start", "admission", "ledger", "deaths", "health", "sampling"},
+    "session": PURE | {"link", "turn", "clocks", "start", "admission", "ledger", "deaths", "place"},
+    "manager": PURE | EDGES | {"link", "turn", "start", "session", "admission", "caretaker", "place"},
     "cli": PURE | EDGES | {"turn", "manager", "scripted_model"},
     "__main__": {"cli"},
     "__init__": PURE | EDGES | {"link", "turn", "manager", "admission"},

@@ -47,7 +47,8 @@ async def innocent(pool: HermesSessionManager, name: str = "innocent") -> AsyncI
     async def talk() -> None:
         while True:
             began = time.monotonic()
-            reply = await asyncio.wait_for(pool.send(name, f"message {seen.turns}"), 10)
+            async with asyncio.timeout(10):  # wait_for of Python 3.11 may swallow the cancel below
+                reply = await pool.send(name, f"message {seen.turns}")
             seen.worst_s = max(seen.worst_s, time.monotonic() - began)
             assert (reply.text, reply.restarts) == (f"message {seen.turns}", 0)
             seen.turns += 1
@@ -153,7 +154,9 @@ async def test_whatever_is_no_message_ends_its_worker_and_nothing_else(
     await pool.send("c", "hello")
     with complaints() as complained, memory_growth() as growth:
         async with innocent(pool):
-            for number, (kind, make) in enumerate(BREAKS.items(), 1):
+            # A worker that is spawned takes its time to start: every third will do.
+            kinds = list(BREAKS.items())[:: 1 if launcher == "zygote" else 3]
+            for number, (kind, make) in enumerate(kinds, 1):
                 worker = await process_of(pool, "c")
                 began = time.monotonic()
                 error, events = await attack(pool, tmp_path, make, "in turn and wait")
@@ -169,28 +172,24 @@ async def test_whatever_is_no_message_ends_its_worker_and_nothing_else(
     assert complained == []
 
 
-async def test_the_same_before_the_worker_is_ready_is_a_start_error(
-    open_pool: OpenPool, faulty: Faulty, tmp_path: Path
-) -> None:
-    for launcher in ("zygote", "spawn"):
-        pool = await open_pool(
-            **faulty("writes_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher, start_failures_max=1000
-        )
-        async with innocent(pool):
-            for kind in ("random bytes", "zeroes", "too few fields", "the longest length there is"):
-                tmp_path.joinpath("in open").write_bytes(BREAKS[kind]("t", 1))
-                with pytest.raises(WorkerStartError, match="broke the protocol") as caught:
-                    await asyncio.wait_for(pool.send("c", "hello"), 10)
-                assert (caught.value.step, caught.value.conversation_id) == ("open", "c")
-                assert (await row_of(pool, "c")).pid is None
-                tmp_path.joinpath("in open").unlink()
-                assert (await asyncio.wait_for(pool.send("c", "hello"), 10)).text == "hello", kind
-                await pool.stop("c")
-        await pool.close()
-
-
 @LAUNCHERS
-@pytest.mark.parametrize("cut", [1, 3, 4, 20])
+async def test_the_same_before_the_worker_is_ready_is_a_start_error(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
+) -> None:
+    pool = await open_pool(**faulty("writes_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher)
+    async with innocent(pool):
+        for kind in ("random bytes", "too few fields"):
+            tmp_path.joinpath("in open").write_bytes(BREAKS[kind]("t", 1))
+            with pytest.raises(WorkerStartError, match="broke the protocol") as caught:
+                await asyncio.wait_for(pool.send("c", "hello"), 10)
+            assert (caught.value.step, caught.value.conversation_id) == ("open", "c")
+            assert (await row_of(pool, "c")).pid is None
+            tmp_path.joinpath("in open").unlink()
+            assert (await asyncio.wait_for(pool.send("c", "hello"), 10)).text == "hello", kind
+            await pool.stop("c")
+
+
+@pytest.mark.parametrize(("launcher", "cut"), [("zygote", 1), ("zygote", 4), ("zygote", 20), ("spawn", 3)])
 async def test_half_a_frame_and_then_silence_ends_at_the_limit_of_silence(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str, cut: int
 ) -> None:
@@ -219,9 +218,11 @@ async def test_frames_of_other_turns_attempts_and_conversations_reach_nobody(
     pool = await open_pool(**faulty("writes_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher)
     await pool.send("c", "hello")
     session_id = (await row_of(pool, "c")).session_id
-    async with innocent(pool), pool.turn("victim", "in turn and wait") as victim:
-        (tmp_path / "in turn").write_bytes(b"")
-        await until(lambda: victim.heard_at > 0, "the victim's turn to run")
+    victim = pool.turn("victim", "in turn of the victim and wait")
+    here = wire.Status(victim.turn_id, 1, "here")
+    tmp_path.joinpath("in turn of the victim").write_bytes(wire.encode(here))
+    async with innocent(pool), victim:
+        assert await anext(victim) == here
 
         def of_others(turn_id: str, attempt: int) -> bytes:
             prefix, number = turn_id.split("-")
@@ -285,8 +286,8 @@ async def test_names_without_an_end_are_not_kept_nor_stored(
     ]
     for make in attacks:
         ended, _ = await attack(pool, tmp_path, lambda *of, make=make: bytes(wire.encode(make(*of))), "in turn")
-        assert isinstance(ended, HermesPoolError) or ended.text == "waited"
-        assert len(str(ended)) < 20_000
+        assert isinstance(ended, WorkerCrashedError), ended
+        assert "broke the protocol" in ended.exit
         row = await row_of(pool, "c")
         assert row.session_id == session_id
         assert len(repr(row)) < 20_000
@@ -380,14 +381,14 @@ async def test_a_flood_of_an_idle_worker_holds_up_nobody(
 
 
 @LAUNCHERS
-async def test_20_mb_of_empty_lines_on_stderr_hold_up_nobody(
+async def test_5_mb_of_empty_lines_on_stderr_hold_up_nobody(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
 ) -> None:
     pool = await open_pool(**faulty("floods_with_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher)
     tmp_path.joinpath("flood").write_bytes(b"\n" * 100_000)
     with memory_growth() as growth:
         async with innocent(pool):
-            assert (await asyncio.wait_for(pool.send("c", "flood/stderr/20"), 20)).text == "flooded"
+            assert (await asyncio.wait_for(pool.send("c", "flood/stderr/50"), 20)).text == "flooded"
             assert (await pool.send("c", "hello again")).text == "hello again"
     assert growth.mib < 20
 

@@ -4,6 +4,8 @@ import asyncio
 import json
 import logging
 import os
+import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -14,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import Obedient, OpenPool, alive, until
+from typer.testing import CliRunner
 
 from hermes_pool import (
     HermesSessionManager,
@@ -27,7 +30,10 @@ from hermes_pool import (
     WorkerCrashedError,
     WorkerStartError,
     WorkerUnusableError,
+    cli,
+    link,
 )
+from hermes_pool.health import MARKER_VARIABLE
 from hermes_pool.snapshot import SessionSnapshot
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -153,10 +159,11 @@ async def test_the_latest_deaths_are_kept_the_latest_first(open_pool: OpenPool, 
 
 
 @pytest.mark.parametrize("command", [("deaths",), ("reset",), ("reset", "c"), ("release", "c", "cafe0123")])
-async def test_without_a_supervisor_the_commands_say_so(run: Run, command: tuple[str, ...]) -> None:
-    told = await run(*command)
-    assert (told.status, told.out) == (1, "")
-    assert "no supervisor runs in " in told.err
+def test_without_a_supervisor_the_commands_say_so(tmp_path: Path, command: tuple[str, ...]) -> None:
+    told = CliRunner().invoke(cli.app, [*command, "--state-dir", str(tmp_path / "none")])
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert told.stderr == f"hermes-pool: no supervisor runs in {tmp_path / 'none'}\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- breakers ---------------------------------------------------------------------------------------------------------
@@ -246,6 +253,7 @@ async def test_a_message_that_kills_twice_is_quarantined_shown_and_released(
     pool = await open_pool(**obedient.settings(), replay="never")
     key, text, flag = SessionKey("c", "ada"), "die_once here", obedient.folder / "died_here"
     for _ in range(2):
+        assert [row.quarantined for row in await pool.sessions()] in ([], [()])
         with pytest.raises(WorkerCrashedError):
             await pool.send(key, text)
         flag.unlink()
@@ -330,11 +338,54 @@ async def test_a_stop_tells_what_it_ended_and_that_nothing_is_left(
     assert not alive(other)
 
 
+TOOL_WHILE_CLOSING = """
+import pathlib, subprocess, threading
+from hermes_pool_worker.echo import EchoAgent
+
+class Agent(EchoAgent):
+    def close(self):
+        tool = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
+        pathlib.Path("tool").write_text(str(tool.pid))
+        threading.Event().wait()
+"""
+
+
+@LAUNCHERS
+async def test_a_tool_that_is_started_while_its_worker_is_being_stopped_goes_as_well(
+    open_pool: OpenPool, tmp_path: Path, launcher: str
+) -> None:
+    (tmp_path / "late.py").write_text(TOOL_WHILE_CLOSING)
+    pool = await open_pool(
+        agent="late:Agent", agent_paths=(str(tmp_path),), worker_cwd=tmp_path, launcher=launcher, close_grace_s=0.5
+    )
+    await pool.send("c", "hello")
+    stopped = await pool.stop("c")
+    tool = int((tmp_path / "tool").read_text())
+    assert not alive(tool)
+    assert stopped is not None
+    assert stopped.rung != "closed"
+    assert (stopped.strays, stopped.left) == ((tool,), ())
+
+
+def test_what_carries_the_marker_and_cannot_be_ended_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = secrets.token_hex(8)
+    lost = subprocess.Popen(["sleep", "1000"], env={MARKER_VARIABLE: marker})
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("hermes_pool.health.kill", lambda *_: [])
+            assert link._end_family((lost.pid, 1.0), marker, {}) == ((), (lost.pid,))
+        assert link._end_family((lost.pid, 1.0), marker, {}) == ((), ()), "a worker is no stray of itself"
+    finally:
+        lost.kill()
+        lost.wait(10)
+
+
+@pytest.mark.parametrize("hides", ["setsid deaf", "setsid deaf cleared"])
 async def test_what_cannot_be_ended_is_said_to_be_left(
-    open_pool: OpenPool, faulty: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    open_pool: OpenPool, faulty: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, hides: str
 ) -> None:
     pool = await open_pool(**faulty("leaves_all_kinds_of_tools"), launcher="spawn", close_grace_s=0.2)
-    tool = int((await pool.send("c", "tool deaf setsid")).text)
+    tool = int((await pool.send("c", f"tool {hides}")).text)
     row = await row_of(pool, "c")
     assert row.pid is not None
     psutil.Process(row.pid).suspend()

@@ -53,7 +53,7 @@ def test_the_clock_of_progress_stands_still(why: str) -> None:
         turn = new_turn()
         match why:
             case "tool":
-                turn.tools_open.add("c1")
+                turn.tools_open["c1"] = "a tool"
             case "question":
                 turn.questions_open["q1"] = turn.began_at + 1500
             case "slow consumer":

@@ -99,7 +99,7 @@ def run(wire_in: int, wire_out: int, agent_name: str) -> tuple[int, int, frozens
     FrameDecoder(ToWorker)  # so that no worker has to make its own
     after = dict(os.environ)
     changed = {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    gc.collect()
+    serve.give_back_memory()
     gc.freeze()  # a collection in a fork then leaves the shared pages alone
     lifeline.disarm(armed)
     _send(control, Preloaded(os.getpid(), len(sys.modules), list(watched)))

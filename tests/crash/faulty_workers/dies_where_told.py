@@ -24,7 +24,8 @@ def half(own, message):
     os.write(own._descriptor, frame[: len(frame) // 2])
 
 
-serve.FrameSender.send, serve.FrameSender.send_piece = map(dying, (serve.FrameSender.send, serve.FrameSender.send_piece))
+serve.FrameSender.send = dying(serve.FrameSender.send)
+serve.FrameSender.send_piece = dying(serve.FrameSender.send_piece)
 zygote._send = dying(zygote._send)
 
 

@@ -21,5 +21,5 @@ class Agent(EchoAgent):
     def turn(self, text, turn):
         if not text.startswith("in turn"):
             return super().turn(text, turn)
-        write("in turn")
+        write(text.removesuffix(" and wait"))
         return Outcome("waited", "interrupted" if turn.cancelled.wait(60 * text.endswith("wait")) else "completed")

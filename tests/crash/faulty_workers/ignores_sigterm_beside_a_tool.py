@@ -1,0 +1,16 @@
+import signal
+import subprocess
+import time
+
+from hermes_pool_worker.agent import Outcome
+from hermes_pool_worker.echo import EchoAgent
+
+
+class Agent(EchoAgent):
+    def turn(self, text, turn):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        tool = subprocess.Popen(["sleep", "1000"])
+        return Outcome(str(tool.pid))
+
+    def close(self):
+        time.sleep(1000)
