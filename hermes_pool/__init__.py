@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         WorkerUnusableError,
     )
     from hermes_pool.link import Stopped
+    from hermes_pool.report import DeathReport
     from hermes_pool.manager import HermesSessionManager
     from hermes_pool.settings import PoolSettings, SessionKey
     from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
@@ -57,6 +58,7 @@ _HOME = {
     "Conversation": "hermes_pool.store",
     "ConversationBusyError": "hermes_pool.errors",
     "ConversationStore": "hermes_pool.store",
+    "DeathReport": "hermes_pool.report",
     "Drained": "hermes_pool.admission",
     "HermesPoolError": "hermes_pool.errors",
     "HermesSessionManager": "hermes_pool.manager",
@@ -105,6 +107,7 @@ __all__ = [
     "Conversation",
     "ConversationBusyError",
     "ConversationStore",
+    "DeathReport",
     "Drained",
     "HermesPoolError",
     "HermesSessionManager",

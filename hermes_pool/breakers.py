@@ -346,8 +346,13 @@ class StartBreaker:
         else:
             self.reset()
 
-    def reset(self) -> None:
-        """Close it: the next start is let in. One that runs now counts as any other."""
+    def reset(self, conversation_id: str | None = None) -> None:
+        """Close it: the next start is let in. One that runs now counts as any other.
+
+        With a conversation only where it is open for that one alone.
+        """
+        if conversation_id is not None and self._suspects != {conversation_id}:
+            return
         self._failures = 0
         self._suspects.clear()
         self._opened_by = self._probe = None
@@ -361,8 +366,14 @@ class StartBreaker:
             failures=self._failures,
             failures_max=self._settings.start_failures_max,
             retry_after_s=None if failure is None else self._retry_after_s() or None,
-            last_error=None if failure is None else failure.what,
+            last_error=None if failure is None else self._whom(failure) + failure.what,
         )
+
+    def _whom(self, failure: _Failure) -> str:
+        """Say whom alone it shuts out, if anybody."""
+        if failure.unusable or len(self._suspects) != 1:
+            return ""
+        return f"only of conversation {next(iter(self._suspects))!r}: "
 
     def _refused_by(self, conversation_id: str | None) -> _Failure | None:
         """Return the failure because of which a start is not let in."""

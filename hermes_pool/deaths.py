@@ -9,6 +9,7 @@ from typing import Any
 from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError
 from hermes_pool.link import Death, WorkerLink
 from hermes_pool.report import DeathReport
+from hermes_pool.settings import SessionKey
 from hermes_pool.turn import Turn
 
 
@@ -17,7 +18,7 @@ def report_of(
     death: Death,
     turn: Turn | None,
     *,
-    conversation_id: str,
+    key: SessionKey,
     incarnation: int,
     now: float,
     memory: Sequence[tuple[float, int]] = (),
@@ -25,7 +26,8 @@ def report_of(
     """Return the report of ``death``; ``now`` is the event loop's clock, ``turn`` the one that ran."""
     return DeathReport(
         report_id=secrets.token_hex(4),
-        conversation_id=conversation_id,
+        conversation_id=key.conversation_id,
+        user_id=key.user_id,
         at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         pid=None if link.process is None else link.process.pid,
         incarnation=incarnation,

@@ -93,7 +93,7 @@ def descendants(pid: int, create_time: float) -> list[psutil.Process]:
     The children of a dead process are no longer below it: ``marked`` finds those.
     """
     identity, process = _find(pid, create_time)
-    if identity is not Identity.CURRENT or process is None:
+    if identity is not Identity.CURRENT or process is None or _childless(pid):
         return []
     return _below(process, _children())
 
@@ -264,6 +264,17 @@ def _children() -> dict[int, list[int]]:
         if parent is not None:
             children.setdefault(parent, []).append(pid)
     return children
+
+
+def _childless(pid: int) -> bool:
+    """Whether a process surely has no child; 0.1 ms, where a pass over the process table takes several."""
+    if sys.platform != "linux":
+        return False
+    try:
+        # A thread that ends meanwhile hands its children to another one, and makes this raise.
+        return not any((task / "children").read_bytes() for task in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:  # also where the kernel does not tell
+        return False
 
 
 def _parent(pid: int) -> int | None:

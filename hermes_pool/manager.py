@@ -197,14 +197,14 @@ class HermesSessionManager:
         rows = [session.snapshot() for session in self._sessions.values()] + self._around.starter.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
         looks = dict(zip(identities, await in_thread(partial(health.look_all, identities)), strict=True))
-        deaths = {report.conversation_id: report.report_id for report in self._reports}
+        deaths = {(report.conversation_id, report.user_id): report.report_id for report in self._reports}
         seen = []
         for row in rows:
             look = looks.get((row.pid, row.create_time))  # type: ignore[arg-type]
             more: dict[str, Any] = (
                 {} if look is None else {"health": look.health, "rss_bytes": look.rss_bytes, "cpu_s": look.cpu_s}
             )
-            last_death = deaths.get(row.conversation_id)
+            last_death = deaths.get((row.conversation_id, row.user_id))
             seen.append(replace(row, supervisor_pid=os.getpid(), last_death=last_death, **more))
         return seen
 
@@ -267,6 +267,7 @@ class HermesSessionManager:
             self._log.info("starts_reset")
         elif (session := self._sessions.get(_key(conversation))) is not None:
             session.place.restarts.reset()
+            self._around.starter.breaker.reset(session.key.conversation_id)
             session.quarantine.reset()
             self._log.info("session_reset", conversation_id=session.key.conversation_id)
 

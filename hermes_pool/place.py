@@ -284,7 +284,7 @@ class Place:
             link,
             death,
             self._tenant.turn_running,
-            conversation_id=self._id,
+            key=self._tenant.key,
             incarnation=ledger.incarnation,
             now=self._loop.time(),
             memory=() if worker is None else self._memory_of(worker),

@@ -10,6 +10,7 @@ class DeathReport:
     report_id: str
     """Names it, also in the log and in the text of the error."""
     conversation_id: str
+    user_id: str | None = None
     at: str
     """ISO 8601 in UTC."""
     pid: int | None

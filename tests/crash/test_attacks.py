@@ -7,7 +7,6 @@ is sent by broken programs, and what it costs, is in ``test_wire_abuse`` too.
 
 import asyncio
 import random
-import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,7 +21,6 @@ from outside import complaints, gone, hermes_of, memory_growth, process_of, row_
 from hermes_pool import HermesSessionManager
 from hermes_pool.errors import (
     HermesPoolError,
-    TurnInterruptedError,
     TurnTimeoutError,
     WorkerCrashedError,
     WorkerStartError,
@@ -273,7 +271,9 @@ async def test_a_worker_that_takes_over_cannot_end_the_turn_before_it_is_given_i
 async def test_names_without_an_end_are_not_kept_nor_stored(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
 ) -> None:
-    pool = await open_pool(**faulty("writes_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher, restarts_max=0)
+    pool = await open_pool(
+        **faulty("writes_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher, restarts_max=0, quarantine_after=0
+    )
     await pool.send("c", "hello")
     session_id = (await row_of(pool, "c")).session_id
     long = "x" * 500_000
@@ -345,7 +345,9 @@ async def test_a_flood_that_nobody_reads_is_slowed_down_or_dropped(
                 text = 0
                 async for event in turn:  # at last
                     text += len(event.text)
-                assert text == {"deltas of 1 MB": 100 * 10**6, "deltas of 1 KB": 10**8, "deltas of 1 byte": 250_000}[kind]
+                assert (
+                    text == {"deltas of 1 MB": 100 * 10**6, "deltas of 1 KB": 10**8, "deltas of 1 byte": 250_000}[kind]
+                )
                 assert (await turn.reply()).text == "flooded"
             else:
                 ended = await asyncio.wait_for(asyncio.gather(turn.reply(), return_exceptions=True), 20)

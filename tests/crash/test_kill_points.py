@@ -122,8 +122,8 @@ async def test_a_worker_killed_in_its_start_is_one_more_launch_and_no_restart(
         assert not (tmp_path / point).exists()
         row = await row_of(pool, name)
         # After its last frame of the start it may be taken over before it is seen to be dead.
-        assert ended.outcome.restarts == row.restart_count
-        assert row.restart_count == 0 or point == "after Opened"
+        assert ended.outcome.restarts <= row.restart_count <= int(point == "after Opened")
+        assert ended.outcome.notice is None  # there was nothing to forget
         assert row.incarnation == 2
         await history_is(pool, "hello", name=name)
 

@@ -1,0 +1,11 @@
+from hermes_pool_worker.agent import Outcome
+from hermes_pool_worker.echo import EchoAgent
+
+
+class Agent(EchoAgent):
+    def turn(self, text, turn):
+        if text != "talk":
+            return super().turn(text, turn)
+        while not turn.cancelled.wait(0.05):
+            turn.text("and ")
+        return Outcome("", "interrupted")
