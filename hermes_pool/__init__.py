@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hermes_pool.admission import Drained
+    from hermes_pool.condition import Drained
     from hermes_pool.errors import (
         AgentFailedError,
         ConversationBusyError,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
         WorkerUnusableError,
     )
     from hermes_pool.link import Stopped
-    from hermes_pool.report import DeathReport
     from hermes_pool.manager import HermesSessionManager
+    from hermes_pool.report import DeathReport
     from hermes_pool.settings import PoolSettings, SessionKey
     from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
     from hermes_pool.store import Conversation, ConversationStore
@@ -59,7 +59,7 @@ _HOME = {
     "ConversationBusyError": "hermes_pool.errors",
     "ConversationStore": "hermes_pool.store",
     "DeathReport": "hermes_pool.report",
-    "Drained": "hermes_pool.admission",
+    "Drained": "hermes_pool.condition",
     "HermesPoolError": "hermes_pool.errors",
     "HermesSessionManager": "hermes_pool.manager",
     "InvalidKeyError": "hermes_pool.errors",

@@ -12,13 +12,12 @@ snatch it, and one who gives up between the two hands it on.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
-from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 from hermes_pool import lifecycle
+from hermes_pool.condition import MAY_BECOME, Condition, Drained
 from hermes_pool.errors import (
     HermesPoolError,
     PoolClosedError,
@@ -28,6 +27,7 @@ from hermes_pool.errors import (
     SettingsError,
 )
 from hermes_pool.lifecycle import State
+from hermes_pool.line import FairLine
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 
@@ -38,39 +38,6 @@ TRY_AGAIN_S = 1.0
 """An idle session that could not go (its metadata could not be saved) is asked again after this long."""
 HOLDS_KEPT = 64
 """From how many turns the expected wait is reckoned."""
-
-
-class Condition(StrEnum):
-    """What the pool as a whole does with messages."""
-
-    NEW = "new"
-    """Not entered yet."""
-    OPEN = "open"
-    PAUSED = "paused"
-    """Turns that run go on, none is begun: messages wait, up to ``wait_timeout_s``."""
-    DRAINING = "draining"
-    """Turns that run, and messages in line, are finished; new ones are refused."""
-    DRAINED = "drained"
-    """Nothing runs, and new messages are refused."""
-    CLOSED = "closed"
-
-
-MAY_BECOME: dict[Condition, frozenset[Condition]] = {
-    Condition.NEW: frozenset({Condition.OPEN, Condition.CLOSED}),
-    Condition.OPEN: frozenset({Condition.PAUSED, Condition.DRAINING, Condition.CLOSED}),
-    Condition.PAUSED: frozenset({Condition.OPEN, Condition.DRAINING, Condition.CLOSED}),
-    Condition.DRAINING: frozenset({Condition.OPEN, Condition.DRAINED, Condition.CLOSED}),
-    Condition.DRAINED: frozenset({Condition.OPEN, Condition.CLOSED}),
-    Condition.CLOSED: frozenset(),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """What a drain took: messages that were ``finished`` in time, and those that were ``cut`` at the deadline."""
-
-    finished: int
-    cut: int
 
 
 # --- what an idle session is worth ------------------------------------------------------------------------------------
@@ -102,7 +69,7 @@ def gain(idle: Idle) -> float:
     return idle.idle_s * memory_bytes / max(idle.start_s or 0.0, QUICK_START_S)
 
 
-# --- the line ---------------------------------------------------------------------------------------------------------
+# --- who has a slot, and who waits for one --------------------------------------------------------------------------
 
 
 class Occupant(Protocol):
@@ -155,52 +122,6 @@ class Waiter:
         return key if key.user_id is None else key.user_id
 
 
-class FairLine:
-    """A line in which users take turns, and each user's own are served first come first served."""
-
-    def __init__(self) -> None:
-        self._users: dict[str | SessionKey, dict[Waiter, None]] = {}  # in the order of their next turns
-
-    def __len__(self) -> int:
-        """Count all who wait."""
-        return sum(map(len, self._users.values()))
-
-    def __bool__(self) -> bool:
-        """Say whether anybody waits."""
-        return bool(self._users)
-
-    def __iter__(self) -> Iterator[Waiter]:
-        """Go through all in the order in which they will be served if nobody else comes."""
-        rounds = zip_longest(*map(list, self._users.values()))
-        return (waiter for waiter in chain.from_iterable(rounds) if waiter is not None)
-
-    def add(self, waiter: Waiter) -> None:
-        """Take a place: behind one's own, and where one has none, behind all users."""
-        self._users.setdefault(waiter.user, {})[waiter] = None
-
-    def discard(self, waiter: Waiter) -> None:
-        """Leave the line; nothing happens to one who has left."""
-        own = self._users.get(waiter.user)
-        if own is not None:
-            own.pop(waiter, None)
-            if not own:
-                del self._users[waiter.user]
-
-    def pop(self) -> Waiter:
-        """Return who is next; ``StopIteration`` when nobody waits."""
-        user = next(iter(self._users))
-        own = self._users.pop(user)
-        waiter = next(iter(own))
-        del own[waiter]
-        if own:
-            self._users[user] = own  # behind all others
-        return waiter
-
-    def position(self, waiter: Waiter) -> int:
-        """Return one's place, 1 for who is next."""
-        return next(place for place, other in enumerate(self, 1) if other is waiter)
-
-
 # --- admission --------------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +145,7 @@ class Admission:
     """Read by each message; set by ``become`` only."""
     _limit: int = field(init=False)
     _slots: dict[Occupant, _Slot] = field(default_factory=dict, init=False)
-    _line: FairLine = field(default_factory=FairLine, init=False)
+    _line: FairLine[Waiter] = field(default_factory=FairLine, init=False)
     _leaving: set[Occupant] = field(default_factory=set, init=False)
     """Those that have been asked to go dormant."""
     _held: list["asyncio.Future[None]"] = field(default_factory=list, init=False)

@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from hermes_pool import control, health
-from hermes_pool.admission import Admission, Condition, Drained
+from hermes_pool.admission import Admission
 from hermes_pool.caretaker import Caretaker
+from hermes_pool.condition import Condition, Drained
 from hermes_pool.errors import HermesPoolError, PoolClosedError
 from hermes_pool.lifecycle import State
 from hermes_pool.link import Stopped

@@ -9,9 +9,9 @@ import asyncio
 from time import monotonic
 from typing import Any, Literal
 
-from hermes_pool.admission import Condition
 from hermes_pool.breakers import Quarantine
 from hermes_pool.clocks import TurnClocks
+from hermes_pool.condition import Condition
 from hermes_pool.deaths import crashed
 from hermes_pool.errors import (
     AgentFailedError,

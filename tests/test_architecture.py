@@ -31,6 +31,8 @@ PURE = {
     "report",
     "threads",
     "breakers",
+    "condition",
+    "line",
     "verdict",
     "memory",
 }
@@ -60,7 +62,7 @@ MAY_IMPORT = {
     "ledger": PURE | {"store"},
     "deaths": PURE | {"link", "turn"},
     "place": PURE | {"store", "log", "link", "turn", "start", "admission", "ledger", "deaths", "health", "sampling"},
-    "session": PURE | {"link", "turn", "clocks", "start", "admission", "ledger", "deaths", "place"},
+    "session": PURE | {"link", "turn", "clocks", "start", "ledger", "deaths", "place"},
     "manager": PURE | EDGES | {"link", "turn", "start", "session", "admission", "caretaker", "place"},
     "cli": PURE | EDGES | {"turn", "manager", "scripted_model"},
     "__main__": {"cli"},

@@ -19,8 +19,10 @@ from hermes_pool import (
     SessionKey,
     SettingsError,
 )
-from hermes_pool.admission import MAY_BECOME, Admission, Condition, Drained, FairLine, Idle, Waiter, gain
+from hermes_pool.admission import Admission, Idle, Waiter, gain
+from hermes_pool.condition import MAY_BECOME, Condition, Drained
 from hermes_pool.lifecycle import ALIVE, State
+from hermes_pool.line import FairLine
 from hermes_pool.snapshot import SessionSnapshot
 
 MB = 1024 * 1024
