@@ -64,7 +64,9 @@ MAY_IMPORT = {
     "place": PURE | {"store", "log", "link", "turn", "start", "admission", "ledger", "deaths", "health", "sampling"},
     "session": PURE | {"link", "turn", "clocks", "start", "ledger", "deaths", "place"},
     "manager": PURE | EDGES | {"link", "turn", "start", "session", "admission", "caretaker", "place"},
-    "cli": PURE | EDGES | {"turn", "manager", "scripted_model"},
+    "render": PURE,
+    "chat": PURE | {"render", "turn", "manager", "scripted_model"},
+    "cli": PURE | EDGES | {"render", "chat", "manager"},
     "__main__": {"cli"},
     "__init__": PURE | EDGES | {"link", "turn", "manager", "admission"},
     # A program of its own that knows nothing of the pool.
@@ -82,7 +84,9 @@ THIRD_PARTY = {
     "zygote": {"msgspec"},
     "turn": {"msgspec"},
     "log": {"structlog"},
-    "cli": {"typer", "rich"},
+    "render": {"typer", "rich"},
+    "chat": {"rich"},
+    "cli": {"typer"},
 }
 """Each library belongs to an edge, or to the command line; the middle has none, and so can be tested without any."""
 

@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from hermes_pool import cli
+from hermes_pool import chat, cli, render
 from hermes_pool.breakers import BreakerSnapshot
 from hermes_pool.errors import SettingsError
 from hermes_pool.report import DeathReport
@@ -36,7 +36,9 @@ FULL = SessionSnapshot(
 
 def fitted(rows: list[SessionSnapshot], width: int = 80) -> str:
     out = io.StringIO()
-    cli._print_fitted(Console(file=out, width=width, force_terminal=True, color_system=None), [*map(cli._cells, rows)])
+    render._print_fitted(
+        Console(file=out, width=width, force_terminal=True, color_system=None), [*map(render._cells, rows)]
+    )
     return out.getvalue()
 
 
@@ -61,10 +63,10 @@ def test_nothing_hostile_reaches_the_terminal() -> None:
     row = SessionSnapshot(
         conversation_id=HOSTILE, user_id=HOSTILE, session_id=HOSTILE, state="idle", last_error=HOSTILE
     )
-    for text in (fitted([row], 200), fitted([row]), cli.plain_table([cli._cells(row)])):
+    for text in (fitted([row], 200), fitted([row]), render.plain_table([render._cells(row)])):
         assert not set(text) & set("\x1b\x07\r\u202e\ud800\0")
         text.encode()
-    assert "\\x1b[31mred\\x07\\r\\n\\u202e" in cli.plain_table([cli._cells(row)])
+    assert "\\x1b[31mred\\x07\\r\\n\\u202e" in render.plain_table([render._cells(row)])
 
 
 def test_markup_in_an_id_is_text() -> None:
@@ -72,9 +74,9 @@ def test_markup_in_an_id_is_text() -> None:
 
 
 def test_the_plain_table_is_complete_and_aligned() -> None:
-    lines = cli.plain_table([cli._cells(FULL), cli._cells(SessionSnapshot(conversation_id="c", state="idle"))]).split(
-        "\n"
-    )
+    lines = render.plain_table(
+        [render._cells(FULL), render._cells(SessionSnapshot(conversation_id="c", state="idle"))]
+    ).split("\n")
     assert FULL.conversation_id in lines[1]
     assert lines[1].endswith(FULL.last_error)
     assert lines[0].index("SESSION") == lines[1].index(FULL.session_id)
@@ -82,19 +84,19 @@ def test_the_plain_table_is_complete_and_aligned() -> None:
 
 
 def test_a_state_says_when_the_process_is_not_well() -> None:
-    assert cli._cells(dataclasses.replace(FULL, health="frozen"))[3] == "starting,frozen"
+    assert render._cells(dataclasses.replace(FULL, health="frozen"))[3] == "starting,frozen"
 
 
 def test_a_state_says_for_how_long_a_session_backs_off_and_stays_one_word() -> None:
     row = SessionSnapshot(conversation_id="c", state="stopped", restarts="open", retry_after_s=12.9)
-    assert cli._cells(row)[3] == "stopped,backoff=12s"
-    assert cli._cells(dataclasses.replace(row, restarts="half_open", retry_after_s=None))[3] == "stopped"
+    assert render._cells(row)[3] == "stopped,backoff=12s"
+    assert render._cells(dataclasses.replace(row, restarts="half_open", retry_after_s=None))[3] == "stopped"
 
 
 @pytest.mark.parametrize(("last_error", "told"), [(None, ""), ("it failed", "; it failed")])
 def test_quarantined_messages_are_told_before_the_last_error(last_error, told) -> None:
     row = SessionSnapshot(conversation_id="c", state="idle", quarantined=("0a1b", "2c3d"), last_error=last_error)
-    assert cli._cells(row)[-1] == f"quarantined: 0a1b, 2c3d{told}"
+    assert render._cells(row)[-1] == f"quarantined: 0a1b, 2c3d{told}"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_the_head_line_tells_of_starts_only_where_they_fail(starts, told) -> Non
         state, retry_after_s, error = starts
         starts = BreakerSnapshot(state=state, failures=3, failures_max=3, retry_after_s=retry_after_s, last_error=error)
     pool = PoolSnapshot(condition="open", workers=1, workers_max=64, starts=starts)
-    assert cli.headline(pool) == f"open: 1 of 64 workers{told}"
+    assert render.headline(pool) == f"open: 1 of 64 workers{told}"
 
 
 # --- deaths -----------------------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ DEATH = DeathReport(
 
 
 def test_a_report_is_shown_whole() -> None:
-    assert cli.report_lines(DEATH) == [
+    assert render.report_lines(DEATH) == [
         "report:       3f2a91cd",
         "conversation: conversation-5f3a2b1c-8d7e-4f60-9a1b-2c3d4e5f6071",
         "when:         2026-03-02T14:15:16.123+00:00",
@@ -163,7 +165,7 @@ def test_a_report_without_a_turn_says_what_it_does_not_know() -> None:
         report_id="3f2a91cd", conversation_id="c", at="2026-03-02T14:15:16.123+00:00", pid=None, incarnation=1,
         uptime_s=0.0, exit="exited with status 3", returncode=3,
     )  # fmt: skip
-    assert cli.report_lines(bare)[3:] == [
+    assert render.report_lines(bare)[3:] == [
         "worker:       no process, number 1 of its session, ran for 0.0 s",
         "exit:         exited with status 3",
         "turn:         none ran",
@@ -180,8 +182,8 @@ def test_nothing_hostile_of_a_report_reaches_the_terminal(capsys: pytest.Capture
         DEATH, conversation_id=HOSTILE, exit=HOSTILE, stderr_tail=(HOSTILE,), stacks=(HOSTILE,), verdict=HOSTILE,
         tools_open=(HOSTILE,), last_event=HOSTILE,
     )  # fmt: skip
-    cli.print_deaths([hostile])
-    text = capsys.readouterr().out + "\n".join(cli.report_lines(hostile))
+    render.print_deaths([hostile])
+    text = capsys.readouterr().out + "\n".join(render.report_lines(hostile))
     assert "\\x1b[31mred" in text
     assert not set(text) & set("\x1b\x07\r\u202e\ud800\0")
 
@@ -189,8 +191,11 @@ def test_nothing_hostile_of_a_report_reaches_the_terminal(capsys: pytest.Capture
 @pytest.mark.parametrize("width", [80, 132])
 def test_the_table_of_deaths_fits_the_terminal(width: int) -> None:
     out = io.StringIO()
-    rows = cli._death_cells(DEATH), cli._death_cells(dataclasses.replace(DEATH, conversation_id="[red]", turn_id=None))
-    cli._print_deaths_fitted(Console(file=out, width=width, force_terminal=True, color_system=None), rows)
+    rows = (
+        render._death_cells(DEATH),
+        render._death_cells(dataclasses.replace(DEATH, conversation_id="[red]", turn_id=None)),
+    )
+    render._print_deaths_fitted(Console(file=out, width=width, force_terminal=True, color_system=None), rows)
     lines = out.getvalue().splitlines()
     assert max(map(cell_len, lines)) <= width
     assert lines[0].split() == ["when", "report", "conversation", "turn", "exit"]
@@ -213,25 +218,25 @@ def test_the_table_of_deaths_fits_the_terminal(width: int) -> None:
     ],
 )
 def test_durations(seconds, text) -> None:
-    assert cli.duration(seconds) == text
+    assert render.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(None, "-"), (0, "0B"), (999, "999B"), (10_240, "10K"), (5 << 20, "5.0M"), (1 << 50, "1024T")]
 )
 def test_sizes(count, text) -> None:
-    assert cli.size(count) == text
+    assert render.size(count) == text
 
 
 def test_every_duration_and_size_is_short() -> None:
-    assert max(len(cli.duration(2.0**n)) for n in range(28)) <= 6
-    assert max(len(cli.size(2**n + k)) for n in range(50) for k in (0, -1)) <= 5
+    assert max(len(render.duration(2.0**n)) for n in range(28)) <= 6
+    assert max(len(render.size(2**n + k)) for n in range(50) for k in (0, -1)) <= 5
 
 
 @pytest.mark.parametrize("text", ["conversation-0123456789", "会話" * 20, "é" * 50, "ab"])
 @pytest.mark.parametrize("cells", [3, 6, 7, 20])
 def test_shortened_ids_fit_and_keep_both_ends(text, cells) -> None:
-    short = cli.shortened(text, cells)
+    short = render.shortened(text, cells)
     assert cell_len(short) <= cells
     if cells >= 6:
         assert short == text or (short[0] == text[0] and short[-1] == text[-1])
@@ -297,4 +302,4 @@ def test_a_database_that_is_not_there_is_nothing_stored(tmp_path: Path) -> None:
      ("", True, None), ("\u00b2", False, None)],
 )  # fmt: skip
 def test_a_choice_is_made_by_number_or_word(line, free, chosen) -> None:
-    assert cli._chosen(line, ["once", "deny"], free=free) == chosen
+    assert chat.chosen(line, ["once", "deny"], free=free) == chosen
