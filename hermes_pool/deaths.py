@@ -12,6 +12,9 @@ from hermes_pool.report import DeathReport
 from hermes_pool.settings import SessionKey
 from hermes_pool.turn import Turn
 
+TOOLS_TOLD = 20
+"""How many tools an error names in its text; all are in its ``tools``."""
+
 
 def report_of(
     link: WorkerLink,
@@ -56,7 +59,8 @@ def crashed(turn: Turn, report: DeathReport, *, replays_always: bool, what_next:
         "report": report,
     }
     if turn.tools_started and not replays_always:
-        tools = ", ".join(dict.fromkeys(turn.tools_started))
+        names = list(dict.fromkeys(turn.tools_started))
+        tools = ", ".join(names[:TOOLS_TOLD]) + (", ..." if len(names) > TOOLS_TOLD else "")
         return TurnInterruptedError(
             f"the worker {report.exit} after a tool had started ({tools}); its effect may have happened, so the "
             f"message was not run again: look before you send it again (report {report.report_id})",

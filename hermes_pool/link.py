@@ -36,6 +36,12 @@ STRAYS_ROUNDS_MAX = 3
 """How often what carries a stopped worker's marker is looked for: what is being ended may still fork."""
 STACKS_S = 0.5
 """How long the Python stacks of a worker that hangs may take to come, at most."""
+LARGE_FRAME_BYTES = 16 * 1024
+"""While frames are that large, much is read at once."""
+UNASKED_MAX = 10_000
+"""Most frames of a worker that nobody waits for, such as those of a turn that is over."""
+STDERR_LINES_AT_ONCE_MAX = 1000
+"""Of one read, only so many lines are logged, the last: each costs the host 20 us, and the loop waits meanwhile."""
 STDERR_LINE_CHARS = 2000
 """Longer lines are cut: one line of a gigabyte must not live in the host."""
 
@@ -89,6 +95,11 @@ class StderrTail:
     def feed(self, data: bytes | memoryview) -> None:
         """Take bytes, of whatever encoding, cut anywhere."""
         *whole, rest = bytes(data).split(b"\n")
+        if len(whole) > STDERR_LINES_AT_ONCE_MAX:
+            left_out = len(whole) - STDERR_LINES_AT_ONCE_MAX
+            del whole[:left_out]
+            self._finish(b"")
+            self._finish(f"({left_out:,} lines left out)".encode())
         for line in whole:
             self._finish(line)
         self._open += rest[: STDERR_LINE_CHARS - len(self._open)]
@@ -166,6 +177,8 @@ class WorkerLink:
         self.asked_at: float | None = None
         """When it was asked for a sign of life (monotonic time); ``None`` when it owes none."""
         self._pings = 0
+        self._unasked = 0
+        self._has_told_imports = False
         self._overhears: Callable[[str], None] | None = None
         self._wanted = False
         self._timer: asyncio.TimerHandle | None = None
@@ -286,18 +299,32 @@ class WorkerLink:
 
     # --- what the process does (process.Listener) ---
 
-    def stdout_received(self, data: bytes | memoryview) -> None:
-        """Take the next bytes of the wire."""
+    def stdout_received(self, data: bytes | memoryview) -> bool:
+        """Take the next bytes of the wire; say whether its frames are large ones at present."""
         self.asked_at = None
-        for message in self._decoder.feed(data):
+        decoder = self._decoder
+        messages = decoder.feed(data)
+        for message in messages:
+            if self._unasked >= UNASKED_MAX:  # it is condemned: nothing that it says counts any more
+                return False
             if isinstance(message, wire.TurnMessage):
                 self.listener.link_heard(message)
-            elif isinstance(message, wire.Imported):
+            elif isinstance(message, wire.Imported) and not self._has_told_imports:
+                self._has_told_imports = True
                 self._on_imported(message.modules)
             elif (awaited := self._awaited.get(type(message))) is not None and not awaited.done():
                 awaited.set_result(message)
-        if self._decoder.failed is not None and self._cause is None:
-            self.condemn(f"broke the protocol ({self._decoder.failed})")
+            else:
+                self.note_unasked()
+        if decoder.failed is not None and self._cause is None:
+            self.condemn(f"broke the protocol ({decoder.failed})")
+        return decoder.missing > LARGE_FRAME_BYTES or len(data) >= LARGE_FRAME_BYTES * (len(messages) or 1)
+
+    def note_unasked(self) -> None:
+        """Take note of a frame that nobody waits for. Some are chance; one that sends them without an end attacks."""
+        self._unasked += 1
+        if self._unasked == UNASKED_MAX:
+            self.condemn(f"broke the protocol ({UNASKED_MAX:,} frames that nobody had asked for)")
 
     def stdout_ended(self) -> None:
         """Take note that the wire has ended: the process must be ending, or is made to."""
@@ -305,6 +332,11 @@ class WorkerLink:
         if self._exit is not None:
             self._die()
         elif self._timer is None:
+            self._after(DEAF_EXIT_S, lambda: self.condemn("closed its side of the wire"))
+
+    def stdin_ended(self) -> None:
+        """Take note that it reads no more: the process must be ending, or is made to."""
+        if self._exit is None and self._timer is None:
             self._after(DEAF_EXIT_S, lambda: self.condemn("closed its side of the wire"))
 
     def stderr_received(self, data: bytes | memoryview) -> None:
@@ -356,6 +388,10 @@ class WorkerLink:
         self.listener.link_said(line)
 
     # --- ending ---
+
+    def is_frozen(self) -> bool:
+        """Say whether it is stopped, by a signal or a debugger, and so would keep what it is given."""
+        return self.process is not None and self.death is None and health.is_frozen(self.process.pid)
 
     async def dead(self) -> Death:
         """Wait for the end, whoever causes it."""

@@ -236,9 +236,18 @@ class Place:
         if link is None or self.state is not State.BUSY:
             return ()
         self.became(Event.STOP_BEGUN, reason="the turn did not end when it was cancelled")
-        stacks = await link.take_stacks()
+        stacks = () if link.is_frozen() else await link.take_stacks()
         self._around.in_background(link.kill("did not obey a cancel", term_grace_s=self._around.settings.term_grace_s))
         return stacks
+
+    async def end_frozen(self) -> None:
+        """Kill an idle worker that somebody has stopped (SIGSTOP): it would keep the turn that it is given."""
+        link = self.link
+        if link is None or self.state is not State.IDLE or not link.is_frozen():
+            return
+        self._log.warning("idle_worker_frozen")
+        self.became(Event.STOP_BEGUN, reason="it was stopped by a signal")
+        await asyncio.wait({self._around.in_background(link.kill("was stopped by a signal"))})
 
     async def end_stuck(self, judgement: Judgement) -> None:
         """Kill a worker that hangs, and learn before where; for its turn that is a death like any other."""
@@ -267,6 +276,11 @@ class Place:
         """Take note of the worker that is being started."""
         self._ledger.incarnation += 1
         self._begun = link
+
+    def note_unasked(self) -> None:
+        """Take note of a frame of the worker's, or of the one that is being started, that has no addressee."""
+        if self.newest is not None:
+            self.newest.note_unasked()
 
     def link_said(self, line: str) -> None:
         """Pass a line of the worker's stderr on to the log."""

@@ -57,11 +57,14 @@ class Exit:
 class Listener(Protocol):
     """Who hears of a process. Called on the event loop's thread; ``exited`` comes exactly once."""
 
-    def stdout_received(self, data: bytes | memoryview) -> None:
-        """Take the next bytes of the wire. Their memory is used again afterwards."""
+    def stdout_received(self, data: bytes | memoryview) -> bool:
+        """Take the next bytes of the wire; say whether frames are large. Their memory is used again afterwards."""
 
     def stdout_ended(self) -> None:
         """Nothing more will come; the process may still live."""
+
+    def stdin_ended(self) -> None:
+        """Take note that nothing reaches it any more: it has closed its input; it may still live."""
 
     def stderr_received(self, data: bytes | memoryview) -> None:
         """Take the next bytes of its log. Their memory is used again afterwards."""
@@ -112,11 +115,14 @@ class PipeReader:
     whoever waits for a frame.
     """
 
-    def __init__(self, file: BinaryIO, received: Callable[[memoryview], None], ended: Callable[[], None]) -> None:
+    def __init__(
+        self, file: BinaryIO, received: Callable[[memoryview], bool | None], ended: Callable[[], None]
+    ) -> None:
         os.set_blocking(file.fileno(), False)
         self._file = file
         self._descriptor = file.fileno()
         self._received = received
+        self._buffers = _small_buffers
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(file.fileno(), self._read)
@@ -124,13 +130,14 @@ class PipeReader:
 
     def _read(self) -> None:
         try:
-            size = os.readv(self._descriptor, _shared_buffers)
+            size = os.readv(self._descriptor, self._buffers)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             size = 0
         if size:
-            self._received(_shared_view[:size])
+            # A megabyte of small frames would keep the loop from everybody else for too long.
+            self._buffers = _large_buffers if self._received(_shared_view[:size]) else _small_buffers
         else:
             self.close()
             self._ended()
@@ -164,10 +171,11 @@ class PipeReader:
 class PipeWriter:
     """The writing end of one pipe. What the pipe does not take at once is copied, queued, and written later."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, ended: Callable[[], None]) -> None:
         os.set_blocking(file.fileno(), False)
         self._file = file
         self._descriptor = file.fileno()
+        self._ended = ended
         self._queue = bytearray()
         self._loop = asyncio.get_running_loop()
 
@@ -184,6 +192,7 @@ class PipeWriter:
             sent = 0
         except OSError:
             self.close()
+            self._ended()
             return
         if sent < len(data):
             with memoryview(data) as view:
@@ -197,6 +206,7 @@ class PipeWriter:
             return
         except OSError:
             self.close()
+            self._ended()
             return
         if not self._queue:
             self._loop.remove_writer(self._descriptor)
@@ -211,8 +221,9 @@ class PipeWriter:
 
 _DRAIN_READS = 4
 _shared_buffer = bytearray(PIPE_BYTES)
-_shared_buffers = (_shared_buffer,)
 _shared_view = memoryview(_shared_buffer)
+_large_buffers = (_shared_view,)
+_small_buffers = (_shared_view[: 64 * 1024],)
 
 
 class ChildPipes:
@@ -247,7 +258,7 @@ class ChildPipes:
         """Let go of the child's ends, and hand what comes through ours to the listener from now on."""
         for end in (self._stdin, self._stdout, self._stderr):
             end.close()
-        self.writer = PipeWriter(self._our_out)
+        self.writer = PipeWriter(self._our_out, listener.stdin_ended)
         self.reader = PipeReader(self._our_in, listener.stdout_received, listener.stdout_ended)
         self._stderr_reader = PipeReader(self._our_err, listener.stderr_received, lambda: None)
 
@@ -446,6 +457,8 @@ class _PortableProcess(asyncio.SubprocessProtocol):
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 1:
             self._listener.stdout_ended()
+        elif fd == 0:
+            self._listener.stdin_ended()
 
     def process_exited(self) -> None:
         status = self._transport.get_returncode() if self._transport is not None else None

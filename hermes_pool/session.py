@@ -38,6 +38,8 @@ from hermes_pool.turn import Reply, Turn
 from hermes_pool.verdict import Identity, Judgement, Sample, Signs
 from hermes_pool_worker import wire
 
+LOOKED_AT_AFTER_S = 0.5
+"""A worker that was idle for so long is looked at before it is given a turn: it may have been stopped meanwhile."""
 _UTF8_BYTES_MAX = 4
 _TURN_BYTES_MAX = 256  # of a turn's frame, beside its text
 
@@ -250,6 +252,8 @@ class Session:
         try:
             if self._around.admission.condition is not Condition.OPEN:
                 await self._around.admission.passed(self)
+            if self._loop.time() - self._idle_since >= LOOKED_AT_AFTER_S:
+                await self.place.end_frozen()
             if self.place.state is not State.IDLE or self.closed:
                 self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
                 await self._idle_worker(turn)
@@ -379,8 +383,13 @@ class Session:
     def heard(self, message: Any) -> None:
         """Take a frame of a turn; one that is not of this attempt of this turn has no addressee any more."""
         turn = self._turn
-        if turn is None or message.turn_id != turn.turn_id or message.attempt != turn.attempt:
-            self._log.debug("frame_dropped", kind=type(message).__name__, turn_id=message.turn_id)
+        if (
+            turn is None
+            or message.turn_id != turn.turn_id
+            or message.attempt != turn.attempt
+            or self.place.link is None  # the turn waits for another worker, and has none that could speak for it
+        ):
+            self.place.note_unasked()
             return
         turn.heard_at = self._loop.time()
         match message:
@@ -397,12 +406,11 @@ class Session:
                 self._settle(turn, error if turn.ending is None else self._ended_early(turn))
                 return
             case wire.ToolStarted():
-                turn.tools_started.append(message.name)
-                turn.tools_open[message.call_id] = message.name
+                turn.note_tool(message.call_id, message.name)
             case wire.ToolFinished():
                 turn.tools_open.pop(message.call_id, None)
             case wire.Question():
-                turn.questions_open[message.question_id] = turn.heard_at + message.timeout_s
+                turn.note_question(message.question_id, turn.heard_at + message.timeout_s)
             case wire.SessionMoved():
                 self.ledger.session_id = message.session_id
                 self.ledger.save_soon()

@@ -15,6 +15,18 @@ import msgspec
 from hermes_pool.errors import HermesPoolError
 from hermes_pool_worker import wire
 
+CALLS_KEPT = 1000
+"""How many tool calls and open questions of one turn are remembered. One that has more attacks, or is out of hand."""
+EVENT_BYTES_WAITING_MAX = 4 * 1024 * 1024
+"""What the events of a turn that wait for a slow consumer may hold, about; beyond, its worker is no longer read."""
+
+
+def _size(event: wire.Event) -> int:
+    """Return about how much an event holds."""
+    if type(event) is wire.TextDelta:  # so early, for there may be thousands
+        return len(event.text)
+    return sum(len(value) for value in msgspec.structs.astuple(event) if isinstance(value, str | list))
+
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one message."""
@@ -65,8 +77,9 @@ class Turn:
     """
 
     __slots__ = (
-        "_events", "_events_waiting_max", "_host", "_waiters", "attempt", "began_at", "deaths", "ending", "heard_at",
-        "lags", "last_event", "outcome", "questions_open", "streams", "text", "tools_open", "tools_started", "turn_id",
+        "_bytes_waiting", "_events", "_events_waiting_max", "_host", "_waiters", "attempt", "began_at", "deaths",
+        "ending", "heard_at", "lags", "last_event", "outcome", "questions_open", "streams", "text", "tools_open",
+        "tools_started", "turn_id",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +107,7 @@ class Turn:
         self._host = host
         self._events: deque[wire.Event] | None = deque() if streams else None
         self._events_waiting_max = events_waiting_max
+        self._bytes_waiting = 0
         self._waiters: tuple[asyncio.Future[None], ...] = ()
         self.lags = False
         """Whether more events wait than allowed: the worker is not read until they are consumed."""
@@ -122,6 +136,7 @@ class Turn:
         while self._events is not None:
             if self._events:
                 event = self._events.popleft()
+                self._bytes_waiting -= _size(event)
                 self._consumed()
                 return event
             if self.outcome is not None:
@@ -162,8 +177,21 @@ class Turn:
         """Hand an event to the caller, if the caller still listens."""
         if self._events is not None:
             self._events.append(event)
-            self.lags = len(self._events) >= self._events_waiting_max
+            self._bytes_waiting += _size(event)
+            self.lags = len(self._events) >= self._events_waiting_max or self._bytes_waiting >= EVENT_BYTES_WAITING_MAX
             self._wake()
+
+    def note_tool(self, call_id: str, name: str) -> None:
+        """Remember a tool that has started."""
+        if len(self.tools_started) < CALLS_KEPT:
+            self.tools_started.append(name)
+        if len(self.tools_open) < CALLS_KEPT:
+            self.tools_open[call_id] = name
+
+    def note_question(self, question_id: str, until: float) -> None:
+        """Remember a question that waits for its answer until that moment of the loop's clock."""
+        if len(self.questions_open) < CALLS_KEPT:
+            self.questions_open[question_id] = until
 
     def settle(self, outcome: Reply | HermesPoolError) -> None:
         """End the turn; only the first call counts."""
@@ -173,7 +201,13 @@ class Turn:
                 self._wake()
 
     def _consumed(self) -> None:
-        if self.lags and (self._events is None or len(self._events) <= self._events_waiting_max // 2):
+        if self.lags and (
+            self._events is None
+            or (
+                len(self._events) <= self._events_waiting_max // 2
+                and self._bytes_waiting <= EVENT_BYTES_WAITING_MAX // 2
+            )
+        ):
             self.lags = False
             self._host.drained(self)
 

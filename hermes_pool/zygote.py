@@ -43,6 +43,8 @@ STATUS_S = 0.5
 """How long the report of a worker's exit status may take after the pidfd has told of the exit."""
 RETRY_AFTER_S = 30.0
 """After a zygote that could not be started, workers are spawned for this long before another one is tried."""
+LEARNT_CHARS_MAX = 100_000
+"""All names of modules that are remembered, together: they go to a zygote in one datagram. Hermes has 30,000."""
 MODULES_WORTH_IT = 10
 """A zygote is replaced when workers had to import at least this many modules themselves."""
 MESSAGE_BYTES_MAX = 1024 * 1024
@@ -113,7 +115,7 @@ class ZygoteLauncher:
     def learn(self, modules: Sequence[str]) -> None:
         """Remember what a worker had to import; a zygote that would spare many workers much is replaced."""
         new = set(modules) - self._learnt
-        if not new:
+        if not new or sum(map(len, self._learnt | new)) > LEARNT_CHARS_MAX:
             return
         self._learnt |= new
         with contextlib.suppress(OSError):  # without the file, the next process learns it anew

@@ -318,6 +318,13 @@ def _lives(pid: int, folder: Path) -> bool:
         return False
 
 
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _described(pid: int) -> str:
     try:
         return " ".join(psutil.Process(pid).cmdline()) or str(psutil.Process(pid))
@@ -335,7 +342,7 @@ async def cycles(folder: Path, launcher: str, number: int) -> list[str]:
         below = psutil.Process().children(recursive=True)
         return {
             "processes": len(below),
-            "zombies": sum(each.status() == psutil.STATUS_ZOMBIE for each in below),
+            "zombies": sum(_is_zombie(each) for each in below),
             "descriptors": psutil.Process().num_fds(),
             "threads": threading.active_count(),
             "tasks": len(asyncio.all_tasks()),

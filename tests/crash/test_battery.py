@@ -173,6 +173,10 @@ async def test_sigstop_the_busy_worker_defaults(open_pool: OpenPool, faulty: Fau
     told("SIGSTOP the busy worker, limit 1 s instead of 60", launcher, f"ps: frozen in {ms(seen)}; reply in {ms(took)}")
 
 
+async def _idle(pool: HermesSessionManager, conversation_id: str, seconds: float) -> bool:
+    return ((await row_of(pool, conversation_id)).idle_s or 0.0) >= seconds
+
+
 async def _health(pool: HermesSessionManager, conversation_id: str, health: str) -> bool:
     return (await row_of(pool, conversation_id)).health == health
 
@@ -197,8 +201,13 @@ async def test_sigstop_the_busy_worker_own_limit_on(open_pool: OpenPool, faulty:
 
 
 @LAUNCHERS
-async def test_sigstop_an_idle_worker_of_a_key(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
-    pool = await open_pool(**faulty("waits_for_cancel"), launcher=launcher, sample_s=0.5)
+@pytest.mark.parametrize("idle_s", [0.0, 0.8])
+async def test_sigstop_an_idle_worker_of_a_key(
+    open_pool: OpenPool, faulty: Faulty, launcher: str, idle_s: float
+) -> None:
+    # One that was idle for a while is looked at before it is given a turn, else the caretaker finds it.
+    sample_s = {} if idle_s else {"sample_s": 0.5}
+    pool = await open_pool(**faulty("waits_for_cancel"), launcher=launcher, **sample_s)
     await pool.send("other", "hello")
     took: list[float] = []
     for number in range(2):
@@ -206,6 +215,7 @@ async def test_sigstop_an_idle_worker_of_a_key(open_pool: OpenPool, faulty: Faul
         worker = await process_of(pool, "c")
         worker.suspend()
         await until(lambda: worker.status() == psutil.STATUS_STOPPED, "the worker to be stopped")  # noqa: B023
+        await until(lambda: _idle(pool, "c", idle_s), "it to be idle for a while")
         assert (await row_of(pool, "c")).health == "frozen"
         reply = await timed(pool.send("c", "/count"), took)
         assert reply.text == str(2 * number + 2)
@@ -213,11 +223,8 @@ async def test_sigstop_an_idle_worker_of_a_key(open_pool: OpenPool, faulty: Faul
         assert gone(worker)
         assert (await pool.send("other", "hello")).restarts == 0
     assert max(took) < 0.5 + 3
-    told(
-        "SIGSTOP an idle worker, keyed, sample_s 0.5",
-        launcher,
-        f"ps: frozen; replaced, its next message answered in {ms(took)}",
-    )
+    row = f"SIGSTOP an idle worker, keyed, idle for {idle_s} s"
+    told(row, launcher, f"ps: frozen; never served by it: replaced, next message answered in {ms(took)}")
 
 
 # --- the parent is killed ---

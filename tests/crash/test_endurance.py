@@ -228,6 +228,7 @@ CONTAINER = """
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans come to this process, as they do to process 1
         settings = PoolSettings(
             agent="forker:Agent", agent_paths=(agents,), state_dir=state, launcher=launcher, restarts_max=0,
+            restarts_in_window_max=1000, quarantine_after=0,
         )
         async with HermesSessionManager(settings) as pool:
             await pool.send("c", "double-fork 200")
@@ -238,7 +239,10 @@ CONTAINER = """
                 except HermesPoolError as error:
                     codes.append(error.returncode)
             deadline = time.monotonic() + 5
-            zombies = lambda: [p for p in psutil.Process().children(recursive=True) if p.status() == "zombie"]
+            def zombies():
+                found = psutil.process_iter(["ppid", "status"])
+                return [p for p in found if p.info["status"] == "zombie" and p.info["ppid"] in family]
+            family = {p.pid for p in psutil.Process().children(recursive=True)} | {os.getpid()}
             while zombies() and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
             print(json.dumps({"zombies": len(zombies()), "codes": codes}), flush=True)

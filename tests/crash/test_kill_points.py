@@ -5,6 +5,7 @@ itself there: between two system calls, where no signal from outside could be ai
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from outside import complaints, gone, hermes_of, lines, process_of, row_of
 from hermes_pool import HermesPoolError, Reply
 from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerStartError
 from hermes_pool.link import WorkerLink
+from hermes_pool.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool.session import Session
 from hermes_pool_worker import wire
 
@@ -349,17 +352,17 @@ async def test_a_replacement_that_dies_the_moment_it_is_taken_over_ends_the_turn
     async with bystander(pool):
         await pool.send("c", "hello")
         (tmp_path / "before TextDelta").touch()
-        took_over, killed = Session._took_over, []
+        killed: list[psutil.Process] = []
+        worker_ready = Session.worker_ready
 
-        def take_over_and_kill(session: Session, link: WorkerLink) -> wire.Opened:
-            opened = took_over(session, link)
+        def ready_and_killed(session: Session, opened: wire.Opened) -> None:
+            worker_ready(session, opened)
             if not killed:
-                killed.append(psutil.Process(link.process.pid))  # type: ignore[union-attr]
+                killed.append(psutil.Process(session.place.link.process.pid))  # type: ignore[union-attr]
                 killed[0].kill()
                 _until_dead_without_a_turn_of_the_loop(killed[0])
-            return opened
 
-        monkeypatch.setattr(Session, "_took_over", take_over_and_kill)
+        monkeypatch.setattr(Session, "worker_ready", ready_and_killed)
         ending = asyncio.create_task(turn_of(pool, "work"))
         behind = [asyncio.create_task(pool.send("c", f"behind {number}")) for number in range(2)]
         ended = await asyncio.wait_for(ending, 10)
@@ -382,6 +385,49 @@ async def test_a_forked_worker_killed_while_it_tells_what_it_imported_has_answer
 
 async def _is(pool: Pool, conversation_id: str, state: str) -> bool:
     return (conversation_id, state) in [(row.conversation_id, row.state) for row in await pool.sessions()]
+
+
+@pytest.mark.skipif(find_spec("run_agent") is None, reason="Hermes is not installed in this environment")
+async def test_the_real_hermes_killed_in_a_reply_in_a_tool_and_at_rest_has_the_right_history(
+    open_pool: OpenPool, tmp_path: Path
+) -> None:
+    with ScriptedModel() as model:
+        home = write_hermes_home(tmp_path / "hermes", model.url)
+        pool = await open_pool(agent="hermes", hermes_home=home, launcher="zygote", start_timeout_s=60, **UNBOUNDED)
+        await pool.send("c", "I am Ada.")
+        worker = await process_of(pool, "c")
+        async with pool.turn("c", "[slow 8] once") as turn:
+            async for event in turn:
+                if isinstance(event, wire.TextDelta) and "piece-3" in event.text and not gone(worker):
+                    worker.kill()
+            reply = await turn.reply()
+        assert reply.restarts == 1
+        assert "piece-8" in reply.text
+        worker = await process_of(pool, "c")
+        async with pool.turn("c", "[tool exec sleep 1001]") as turn:
+            async for event in turn:
+                if isinstance(event, wire.ToolStarted):
+                    (tool,) = await until(lambda: _commands(worker, "sleep 1001"), "the tool to run")
+                    worker.kill()
+            with pytest.raises(TurnInterruptedError) as caught:
+                await turn.reply()
+        assert caught.value.tools == ("terminal",)
+        await until(lambda: gone(tool), "the tool to go", 5)
+        worker = await process_of(pool, "c")
+        worker.kill()
+        _until_dead_without_a_turn_of_the_loop(worker)
+        reply = await pool.send("c", "what is my name?")
+        assert reply.restarts == 1
+        assert "Ada" in reply.text
+        # The one whose tool was running is told as failed, and so is not among them.
+        asked = [message["content"] for message in model.requests[-1]["messages"] if message["role"] == "user"]
+        assert [text[:8] for text in asked] == ["I am Ada", "[slow 8]", "what is "]
+
+
+def _commands(worker: psutil.Process, command: str) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return [each for each in worker.children(recursive=True) if " ".join(each.cmdline()) == command]
+    return []
 
 
 # --- on the way out ---

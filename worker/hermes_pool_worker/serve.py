@@ -184,6 +184,10 @@ def _text(value: Any) -> str:
     return value
 
 
+def _name(value: Any) -> str:
+    return _text(value)[: wire.NAME_CHARS_MAX]
+
+
 class FrameSender:
     """Writes whole frames from any thread, in order."""
 
@@ -301,7 +305,7 @@ class Turn:
 
     def tool_started(self, call_id: str, name: str, arguments: str = "") -> None:
         """Say that a tool is about to act."""
-        self._send(wire.ToolStarted(self.turn_id, self.attempt, _text(call_id), _text(name), _text(arguments)))
+        self._send(wire.ToolStarted(self.turn_id, self.attempt, _name(call_id), _name(name), _text(arguments)))
 
     def tool_finished(
         self, call_id: str, name: str, *, ok: bool = True, result: str = "", duration_s: float = 0.0
@@ -309,7 +313,7 @@ class Turn:
         """Say that a tool has ended."""
         self._send(
             wire.ToolFinished(
-                self.turn_id, self.attempt, _text(call_id), _text(name), bool(ok), _text(result), float(duration_s)
+                self.turn_id, self.attempt, _name(call_id), _name(name), bool(ok), _text(result), float(duration_s)
             )
         )
 
@@ -616,4 +620,4 @@ class Worker:
 
     def _failed(self, turn: Turn, reason: str, text: str) -> wire.TurnFailed:
         self._session_id = turn.session_id or self._session_id
-        return wire.TurnFailed(turn.turn_id, turn.attempt, reason, text, self._session_id, self._committed)
+        return wire.TurnFailed(turn.turn_id, turn.attempt, _name(reason), text, self._session_id, self._committed)

@@ -13,7 +13,7 @@ same rule in both directions.
 
 import functools
 import struct
-from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -23,6 +23,14 @@ PROTOCOL: Final = 1
 HEADER_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 64 * 1024 * 1024
 """Default limit of one frame in either direction. It bounds a frame, never a connection."""
+
+
+NAME_CHARS_MAX: Final = 512
+"""Longest name: of a turn, a session, a tool, a call. Names are kept and stored; what is said has no such limit."""
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
+Mark: TypeAlias = Annotated[str, msgspec.Meta(max_length=8 * NAME_CHARS_MAX)]
+"""A point of a history, in words of the agent's own."""
+Modules: TypeAlias = Annotated[list[Name], msgspec.Meta(max_length=10_000)]
 
 
 class WireError(Exception):
@@ -139,9 +147,9 @@ class Opened(Message, frozen=True):
     opening, ``recovered`` the reply of ``Open.unfinished`` when that turn turned out to be complete.
     """
 
-    session_id: str
+    session_id: Name
     resumed: bool = False
-    committed: str | None = None
+    committed: Mark | None = None
     recovered: str | None = None
     notice: str | None = None
 
@@ -161,8 +169,8 @@ class ReasoningDelta(TurnMessage, frozen=True):
 class ToolStarted(TurnMessage, frozen=True):
     """A tool is about to act on the world; from here on the turn may have had effects."""
 
-    call_id: str
-    name: str
+    call_id: Name
+    name: Name
     arguments: str
     """Preview of the arguments, shortened by the agent."""
 
@@ -170,8 +178,8 @@ class ToolStarted(TurnMessage, frozen=True):
 class ToolFinished(TurnMessage, frozen=True):
     """That tool is done. ``result`` is a preview, ``duration_s`` its run time in seconds."""
 
-    call_id: str
-    name: str
+    call_id: Name
+    name: Name
     ok: bool
     result: str
     duration_s: float
@@ -190,7 +198,7 @@ class Question(TurnMessage, frozen=True):
     denied. For ``kind="clarify"`` any text will do, and ``choices`` are proposals.
     """
 
-    question_id: str
+    question_id: Name
     kind: Literal["approval", "clarify"]
     text: str
     choices: list[str]
@@ -200,7 +208,7 @@ class Question(TurnMessage, frozen=True):
 class SessionMoved(TurnMessage, frozen=True):
     """The agent goes on under another session id (Hermes may do so when it compacts a history)."""
 
-    session_id: str
+    session_id: Name
 
 
 class TurnDone(TurnMessage, frozen=True):
@@ -212,9 +220,9 @@ class TurnDone(TurnMessage, frozen=True):
     """
 
     text: str
-    session_id: str
+    session_id: Name
     outcome: Literal["completed", "interrupted", "partial"] = "completed"
-    committed: str | None = None
+    committed: Mark | None = None
     usage: dict[str, int] = {}
     notice: str | None = None
 
@@ -226,10 +234,10 @@ class TurnFailed(TurnMessage, frozen=True):
     story for people.
     """
 
-    reason: str
+    reason: Name
     text: str
-    session_id: str | None = None
-    committed: str | None = None
+    session_id: Name | None = None
+    committed: Mark | None = None
 
 
 class Pong(Message, frozen=True):
@@ -245,7 +253,7 @@ class Closed(Message, frozen=True):
 class Imported(Message, frozen=True):
     """The modules that this worker had to import after it was forked, told once, when a first turn has ended."""
 
-    modules: list[str]
+    modules: Modules
 
 
 # --- between the supervisor and a zygote, one message a datagram ------------------------------------------------------
@@ -396,6 +404,14 @@ class FrameDecoder(Generic[T]):
     def mid_frame(self) -> bool:
         """Whether the bytes so far stop inside a frame: an end of the stream here means that something was lost."""
         return bool(self._buffer)
+
+    @property
+    def missing(self) -> int:
+        """How many bytes the frame that has begun still lacks, as far as that is known yet."""
+        buffer = self._buffer
+        if len(buffer) < HEADER_BYTES:
+            return 0
+        return HEADER_BYTES + int.from_bytes(buffer[:HEADER_BYTES], "big") - len(buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[T]:
         """Take the next bytes, wherever they were cut, and return the messages that are now complete.

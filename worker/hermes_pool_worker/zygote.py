@@ -114,7 +114,7 @@ def _preload(agent_name: str, request: Preload) -> Iterable[str]:
     for name in request.modules:
         try:
             importlib.import_module(name)
-        except Exception:  # noqa: BLE001 - a worker that needs it will say so itself
+        except (Exception, SystemExit):  # noqa: BLE001 - a worker that needs it will say so itself
             print(f"hermes-pool zygote: {name} could not be imported beforehand", file=sys.stderr)
     return watched
 

@@ -9,9 +9,8 @@ from hermes_pool_worker.serve import FrameSender
 
 
 def flood(descriptor, times):
-    data = Path("flood").read_bytes()
     for _ in range(times):
-        os.write(descriptor, data)
+        os.write(descriptor, Path("flood").read_bytes())
 
 
 class Agent(EchoAgent):
