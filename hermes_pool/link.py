@@ -23,6 +23,9 @@ from hermes_pool.threads import in_thread
 from hermes_pool.verdict import stacks_of
 from hermes_pool_worker import wire
 
+_SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""Windows has none, and its SIGTERM cannot be ignored."""
+
 EXIT_UNUSABLE = 78
 """``EX_CONFIG``: the worker says that it can never start like this, and why, in its last line."""
 
@@ -63,7 +66,7 @@ class Death:
         """Say it in words."""
         if self.cause:
             return f"{self.cause} and {self.exit}"
-        if self.exit.returncode == -signal.SIGKILL and not self.wanted:
+        if self.exit.returncode == -_SIGKILL and not self.wanted:
             return f"{self.exit}, possibly because the machine is out of memory"
         return str(self.exit)
 
@@ -361,7 +364,7 @@ class WorkerLink:
         """Kill it at once for ``cause``, which follows "the worker". It counts as a death that nobody wanted."""
         self._cause = self._cause or cause
         if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
+            self.process.send_signal(_SIGKILL)
 
     def _die(self) -> None:
         if self.death is not None:
@@ -436,7 +439,7 @@ class WorkerLink:
             process.send_signal(signal.SIGTERM)
             if await self._died_within(term_grace_s):
                 return "terminated"
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(_SIGKILL)
         await in_thread(partial(health.kill, family.values()))
         await self._died_within(KILLED_EXIT_S)
         return "killed"

@@ -125,15 +125,15 @@ class Place:
         self.restarts.check()
         self._around.starter.breaker.check(self._id)
 
-    async def filled(self, unfinished: wire.Turn | None) -> wire.Opened:
+    async def filled(self, unfinished: wire.Turn | None, *, given_up: bool = False) -> wire.Opened:
         """Start a worker, or wait for the start that goes on already.
 
-        ``unfinished`` is the turn in which the one before died. Giving up the wait does not give up the start, unless
-        that still stands in line for room and nobody else wants it.
+        ``unfinished`` is the turn in which the one before died, and ``given_up`` says that its caller knows. Giving up
+        the wait does not give up the start, unless that still stands in line for room and nobody else wants it.
         """
         if self._starting is None:
             self.refuse_start()
-            self._starting = self._around.in_background(self._fill(unfinished))
+            self._starting = self._around.in_background(self._fill(unfinished, given_up))
         starting = self._starting
         try:
             await asyncio.wait({starting})
@@ -157,13 +157,15 @@ class Place:
         if self._starting is starting:  # cancelled before its first step, it cannot do so itself
             self._starting = None
 
-    async def _fill(self, unfinished: wire.Turn | None) -> wire.Opened:
+    async def _fill(self, unfinished: wire.Turn | None, given_up: bool) -> wire.Opened:
         try:
             await self._around.admission.make_room(self._tenant)
             self._tenant.refuse_if_closed()
             self.became(Event.START_BEGUN)
             try:
-                link = await self._around.starter.start(self._id, self._request(unfinished), self, self._start_failed)
+                link = await self._around.starter.start(
+                    self._id, self._request(unfinished, given_up), self, self._start_failed
+                )
             except asyncio.CancelledError:  # by ``stop_filling``; the link has seen to the process before it let go
                 self.became(Event.STOP_BEGUN)
                 self.became(Event.DIED)
@@ -176,12 +178,16 @@ class Place:
             if self._starting is None or self._starting is asyncio.current_task():
                 self._starting = self._begun = None
 
-    async def _request(self, unfinished: wire.Turn | None) -> wire.Open:
+    async def _request(self, unfinished: wire.Turn | None, given_up: bool) -> wire.Open:
         ledger = self._ledger
         if self._tenant.turn_running is None:  # else nobody can know better than we
             await ledger.recall()
         return self._around.starter.request(
-            self._id, session_id=ledger.session_id, committed=ledger.committed, unfinished=unfinished
+            self._id,
+            session_id=ledger.session_id,
+            committed=ledger.committed,
+            unfinished=unfinished,
+            given_up=given_up,
         )
 
     def _start_failed(self, error: WorkerStartError) -> None:

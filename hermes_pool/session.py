@@ -71,6 +71,10 @@ class Session:
         self._idle_since = self._loop.time()
         self._clocks = TurnClocks(around.settings, self._over_limit)
         self._notice: str | None = None
+        self._given_up: wire.Turn | None = None
+        """The last turn, where it ended without a reply and its worker can no more take it out of the history."""
+        self._recovering = False
+        """Whether the turn is between two workers: it has one recovery at a time, whoever dies meanwhile."""
         self._recycle: str | None = None
         """Why the worker goes after this turn; ``None``: it stays."""
 
@@ -321,7 +325,7 @@ class Session:
                 await self.place.link.dead()
             elif starts < LAUNCHES_MAX:
                 starts += 1
-                await self.place.filled(None)
+                await self.place.filled(self._given_up, given_up=self._given_up is not None)
             else:
                 raise WorkerStartError(
                     "its workers die as soon as they are ready", step="open", conversation_id=self._id
@@ -343,6 +347,8 @@ class Session:
     def worker_ready(self, opened: wire.Opened) -> None:
         """Take note of a worker that is ready."""
         self._notice = opened.notice
+        if self._turn is None:
+            self._given_up = None
         self._idle_since = self._loop.time()
 
     def worker_gone(self, report: DeathReport, *, wanted: bool) -> None:
@@ -352,11 +358,15 @@ class Session:
         if turn is None:
             self.ledger.save_soon()
             return
+        if self._recovering:  # it had taken over and not begun: the recovery that goes on finds that it is gone
+            turn.deaths += 1
+            return
         if turn.ending is not None:
             self._settle(turn, self._ended_early(turn))
             return
         if not wanted:
             self.quarantine.note_death(turn.text)
+        self._recovering = True
         self._around.in_background(self._recover(turn, report))
 
     # --- a turn ---
@@ -465,6 +475,8 @@ class Session:
         self._turn = None
         self._clocks.rest()
         self._idle_since = self._loop.time()
+        if self.place.link is None and (type(outcome) is not Reply or outcome.outcome != "completed"):
+            self._given_up = wire.Turn(turn.turn_id, turn.attempt, turn.text)
         if type(outcome) is not Reply:
             self.ledger.last_error = str(outcome)
             self._log.info("turn_failed", turn_id=turn.turn_id, error=type(outcome).__name__)
@@ -520,6 +532,8 @@ class Session:
         except BaseException:  # a bug of ours, or the loop is ending: nobody shall wait for this turn for ever
             self._settle(turn, self._crashed(turn, report))
             raise
+        finally:
+            self._recovering = False
         if outcome is not None:
             self._settle(turn, outcome)
 

@@ -144,8 +144,10 @@ class Starter:
             with self.breaker.start(conversation_id):
                 return await self._start(asked, listener, on_failure, deadline)
         finally:
-            asked.cancel()
-            await asyncio.wait({asked})
+            # Nothing is awaited after a success: a worker that died meanwhile would be nobody's, and its death unheard.
+            if not asked.done():
+                asked.cancel()
+                await asyncio.wait({asked})
             if not asked.cancelled():
                 asked.exception()  # seen, also where the launch has failed first
 
@@ -164,7 +166,8 @@ class Starter:
             except WorkerStartError as error:
                 on_failure(error)
             else:
-                return spare
+                if spare.death is None:
+                    return spare
         for tries_left in reversed(range(LAUNCHES_MAX)):
             link = self._new_link(listener)
             try:

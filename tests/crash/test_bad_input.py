@@ -56,7 +56,8 @@ async def test_any_other_id_is_a_name_and_nothing_more(open_pool: OpenPool, tmp_
     assert hermes_of(state, strange)["session_id"] == (await row_of(pool, strange)).session_id
     assert sql(state, "SELECT count(*) FROM conversation") == [(1,)]
     assert os.listdir(tmp_path) == ["state"]
-    assert {name for name in os.listdir(state) if "hermes-pool.db" not in name} <= {"agents", "workspace", "control"}
+    folders = {name for name in os.listdir(state) if "hermes-pool.db" not in name}
+    assert folders <= {"agents", "workspace", "control", "owners"}
     assert len(os.listdir(state / "agents" / "echo")) == 1
 
 

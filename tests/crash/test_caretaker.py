@@ -119,9 +119,7 @@ async def _verdict(pool: Any, conversation_id: str, verdict: str) -> bool:
 async def test_a_big_worker_goes_between_two_turns_in_context(
     open_pool: OpenPool, faulty: Faulty, launcher: str
 ) -> None:
-    pool = await open_pool(
-        **faulty("hangs_or_grows"), sample_s=0.2, memory_recycle_bytes=120 * MIB, launcher=launcher
-    )
+    pool = await open_pool(**faulty("hangs_or_grows"), sample_s=0.2, memory_recycle_bytes=120 * MIB, launcher=launcher)
     first, other = (await pool.send("c", "grow 150")).text, await pool.send("small", "hello")
     assert first == "grow 150"
     pid, small = await _pid(pool, "c"), await _pid(pool, "small")
@@ -144,9 +142,7 @@ async def test_a_worker_over_the_last_mark_is_killed_and_reported(open_pool: Ope
 
 
 async def test_above_the_total_idle_workers_go_until_below_the_lower_mark(open_pool: OpenPool, faulty: Faulty) -> None:
-    pool = await open_pool(
-        **faulty("hangs_or_grows"), sample_s=0.2, memory_total_bytes=400 * MIB, memory_total_low=0.5
-    )
+    pool = await open_pool(**faulty("hangs_or_grows"), sample_s=0.2, memory_total_bytes=400 * MIB, memory_total_low=0.5)
     for name in "abcd":
         await pool.send(name, "grow 120")
     await until(lambda: _stopped(pool, "a"), "the one that has been idle longest")

@@ -252,7 +252,6 @@ async def test_a_worker_killed_in_a_turn(open_pool: OpenPool, faulty: Faulty, tm
         await with_each(IN_A_TURN, killed)
 
 
-@pytest.mark.xfail(strict=True, reason="what is in the history already is not taken out when its caller gets an error")
 @LAUNCHERS
 async def test_a_turn_that_ended_with_an_error_is_in_no_history(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str

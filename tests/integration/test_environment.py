@@ -1,4 +1,4 @@
-"""What a worker can see of its host, and what of its secrets can be seen anywhere: in processes, files, logs, errors."""
+"""What a worker can see of its host, and where its secrets can be seen: in processes, files, logs, errors."""
 
 import logging
 from pathlib import Path

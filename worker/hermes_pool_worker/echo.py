@@ -32,8 +32,8 @@ class EchoAgent:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = folder / f"{self._session_id}.jsonl"
             if self._file.exists():
-                recovered = self._settle(self._read(self._file), request)
-            elif request.session_id:
+                recovered = self._settle(self._file, self._read(self._file), request)
+            elif request.session_id and request.committed != "0":  # else it has had no turn yet, so nothing is lost
                 notice = f"the session {request.session_id} is not known here; it begins anew, without its context"
         return Opened(
             self._session_id,
@@ -55,11 +55,15 @@ class EchoAgent:
         self._first = msgspec.json.decode(lines[0], type=str)
         return msgspec.json.decode(lines[-1], type=str)
 
-    def _settle(self, last: str | None, request: Open) -> str | None:
-        """Return the reply of the unfinished turn, if it is in the history after all."""
-        beyond = self._count - int(request.committed or 0)
-        if request.unfinished is not None and beyond > 0 and last == request.unfinished.text:
+    def _settle(self, file: Path, last: str | None, request: Open) -> str | None:
+        """Return the reply of the unfinished turn, if it is in the history after all; take out one given up."""
+        known = int(request.committed or 0)
+        if request.unfinished is None or self._count <= known or last != request.unfinished.text:
+            return None
+        if not request.given_up:
             return self._reply_to(last)
+        file.write_bytes(b"".join(line + b"\n" for line in file.read_bytes().splitlines()[:known]))
+        self._count, self._first = known, self._first if known else None
         return None
 
     def turn(self, text: str, turn: RunningTurn) -> Outcome:

@@ -126,7 +126,7 @@ class HermesAgent:
         if unfinished is not None:
             # What comes after it is of the same turn: Hermes puts messages of its own into long ones.
             own = [at for at, turn in enumerate(beyond) if same_text(turn, unfinished.text)]
-            if own and beyond[-1].finished:
+            if own and beyond[-1].finished and not request.given_up:
                 return scrub(beyond[-1].reply), said
             if own:
                 history.rewind(beyond[own[-1]])

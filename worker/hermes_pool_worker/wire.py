@@ -90,7 +90,8 @@ class Open(Message, frozen=True):
 
     ``committed`` is the mark of the last turn that the supervisor knows to be complete (see ``TurnDone``).
     ``unfinished`` is the turn during which the worker before this one died, if one did: an agent that finds it complete
-    in its history returns its reply in ``Opened.recovered``; otherwise it takes every trace of it out.
+    in its history returns its reply in ``Opened.recovered``; otherwise it takes every trace of it out. So it does also
+    with a complete one where it was ``given_up``: its caller has been told that it failed.
     ``options`` are the user's ``agent_options``; ``data_dir`` is a folder where an agent may keep files of its own.
     ``question_timeout_s`` is how long a question of the agent may wait for its answer, if the agent allows more.
     """
@@ -102,6 +103,7 @@ class Open(Message, frozen=True):
     options: dict[str, Any] = {}
     data_dir: str | None = None
     question_timeout_s: float | None = None
+    given_up: bool = False
 
 
 class Prepare(Message, frozen=True):
