@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hermes_pool.store import Conversation, ConversationStore
     from hermes_pool.turn import Reply, Turn
     from hermes_pool_worker.wire import (
+        BackgroundFinished,
         Question,
         ReasoningDelta,
         SessionMoved,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AgentFailedError": "hermes_pool.errors",
+    "BackgroundFinished": "hermes_pool_worker.wire",
     "Conversation": "hermes_pool.store",
     "ConversationBusyError": "hermes_pool.errors",
     "ConversationStore": "hermes_pool.store",
@@ -104,6 +106,7 @@ _HOME = {
 
 __all__ = [
     "AgentFailedError",
+    "BackgroundFinished",
     "Conversation",
     "ConversationBusyError",
     "ConversationStore",

@@ -324,11 +324,15 @@ class Admission:
             self._serve()
 
     def tidy(self) -> None:
-        """Free the slots of sessions that are at rest: none should be left, but a lost slot would be lost for ever."""
+        """Free the slots of sessions that are at rest: none should be left, but a lost slot would be lost for ever.
+
+        And serve those in line: a session may have become idle by nothing but time, when its work took too long.
+        """
         for session, slot in list(self._slots.items()):
             if session.at_rest:
                 self.log.warning("slot_lost", conversation_id=session.key.conversation_id)
                 self._free(session, slot)
+        self._serve()
 
     # --- refusals ---
 

@@ -37,6 +37,10 @@ class Ward(Protocol):
     def worker_age_s(self) -> float:
         """For how long it runs, in seconds."""
 
+    @property
+    def works_on(self) -> bool:
+        """Whether it has, and may have, work in the background: then it is no more to be disturbed than in a turn."""
+
     def ask(self) -> None:
         """Ask the worker for a sign of life, unless it owes one already."""
 
@@ -53,7 +57,7 @@ class Ward(Protocol):
         """End a worker at once, for a ``reason`` that follows "the worker"."""
 
     def recycle(self, reason: str) -> None:
-        """Let the worker go: now if it is idle, else after its turn."""
+        """Let the worker go: now if it is idle, else after its turn and its work in the background."""
 
 
 class Caretaker:
@@ -131,7 +135,7 @@ class Caretaker:
         usages = [
             Usage(
                 worker=worker,
-                activity=Activity.IDLE if ward.state is State.IDLE else Activity.IN_TURN,
+                activity=Activity.IDLE if ward.state is State.IDLE and not ward.works_on else Activity.IN_TURN,
                 age_s=ward.worker_age_s,
                 unique_bytes=seen[worker].unique_bytes,
                 rss_bytes=seen[worker].rss_bytes,

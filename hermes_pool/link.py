@@ -129,6 +129,9 @@ class LinkListener(Protocol):
     def link_heard(self, message: Any) -> None:
         """Take a frame that belongs to a turn."""
 
+    def link_background(self, message: wire.BackgroundStarted | wire.BackgroundFinished) -> None:
+        """Take note of work that outlasts its turn, and of its end."""
+
     def link_said(self, line: str) -> None:
         """Take a line that the worker wrote to its stderr."""
 
@@ -312,6 +315,8 @@ class WorkerLink:
                 return False
             if isinstance(message, wire.TurnMessage):
                 self.listener.link_heard(message)
+            elif isinstance(message, wire.BackgroundStarted | wire.BackgroundFinished):
+                self.listener.link_background(message)
             elif isinstance(message, wire.Imported) and not self._has_told_imports:
                 self._has_told_imports = True
                 self._on_imported(message.modules)

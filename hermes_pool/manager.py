@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -31,6 +31,7 @@ from hermes_pool.start import Starter
 from hermes_pool.store import ConversationStore
 from hermes_pool.threads import in_thread
 from hermes_pool.turn import Reply, Turn
+from hermes_pool_worker import wire
 
 SAVE_EVERY_S = 1.0
 """A session that is talked to all the time is stored this often."""
@@ -50,11 +51,20 @@ class HermesSessionManager:
 
     It belongs to the event loop in which it was entered. ``store`` is where sessions are remembered: by default a
     database of the pool's own (``PoolSettings.database_url``); give one over your table to keep them beside your data.
+    ``on_background`` is called in the loop when work has ended that an agent left running after its turn; what it
+    raises is logged.
     """
 
-    def __init__(self, settings: PoolSettings | None = None, *, store: ConversationStore | None = None) -> None:
+    def __init__(
+        self,
+        settings: PoolSettings | None = None,
+        *,
+        store: ConversationStore | None = None,
+        on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None = None,
+    ) -> None:
         self.settings = settings or PoolSettings()
         self._given_store = store
+        self._on_background = on_background
         self._sessions: dict[SessionKey, Session] = {}
         self._by_id: dict[str, Session] = {}  # those of no user: known ids need no check, and no key is made for them
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -91,6 +101,7 @@ class HermesSessionManager:
             admission=self._admission,
             save_soon=self._save_soon,
             in_background=self._in_background,
+            on_background=self._on_background,
             new_turn_id=lambda: f"{prefix}-{next(numbers)}",
             reports=self._reports,
             sampler=self._sampler,

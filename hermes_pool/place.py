@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
+from functools import partial
 from logging import DEBUG, INFO
 from time import monotonic
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ from hermes_pool.link import Death, Stopped, WorkerLink, kill_strays
 from hermes_pool.log import wants
 from hermes_pool.report import DeathReport
 from hermes_pool.sampling import Sampler
-from hermes_pool.settings import PoolSettings
+from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.start import Starter
 from hermes_pool.store import ConversationStore
 from hermes_pool.threads import in_thread
@@ -61,6 +62,8 @@ class Surroundings:
     """Called with a session of which there is something new to store."""
     in_background: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
     new_turn_id: Callable[[], str]
+    on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None
+    """Called with what an agent's work in the background has brought."""
     reports: deque[DeathReport]
     """The latest deaths."""
 
@@ -77,6 +80,9 @@ class Tenant(Occupant, Protocol):
 
     def heard(self, message: Any) -> None:
         """Take a frame of a turn."""
+
+    def heard_background(self, message: wire.BackgroundStarted | wire.BackgroundFinished) -> None:
+        """Take note of work that outlasts its turn, and of its end."""
 
     def worker_ready(self, opened: wire.Opened) -> None:
         """Take note of a worker that is ready."""
@@ -106,7 +112,10 @@ class Place:
         self._begun: WorkerLink | None = None
         self._starting: asyncio.Task[wire.Opened] | None = None
         self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
+        self._ready_after_s = 0.0  # from the process' begin, and rather too little than too much
+        self._servers: frozenset[int] = frozenset()  # what the agent had started by then
         self.link_heard = tenant.heard  # straight to whom it concerns
+        self.link_background = tenant.heard_background
 
     @property
     def is_empty(self) -> bool:
@@ -208,6 +217,8 @@ class Place:
         assert opened is not None  # noqa: S101 - for the type checker: a link that was started has opened
         assert process is not None  # noqa: S101
         self.link = link
+        self._ready_after_s = monotonic() - link.started_at - link.steps.get("launch", 0.0)
+        self._servers = health.children_known(process.pid)
         if self.unreplaced is not None:
             ledger.restart_count += 1
             self.unreplaced = None
@@ -220,6 +231,16 @@ class Place:
             self._log.warning("not_resumed", notice=opened.notice)
         ledger.save_soon()
         return opened
+
+    async def processes_left(self) -> tuple[str, ...]:
+        """Return the names of the processes that live below the worker and began after it was ready.
+
+        What the agent started in order to open, such as its servers, is not work of a turn.
+        """
+        worker = self._ledger.worker
+        if self.link is None or worker is None:
+            return ()
+        return await in_thread(partial(health.begun_later, *worker, self._ready_after_s, self._servers))
 
     # --- vacating it ---
 

@@ -1,5 +1,6 @@
 """What the command line prints: tables that fit the terminal, or go in full to a program; words for numbers."""
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,6 +18,7 @@ _HEADINGS: Final = (
 )  # fmt: skip
 _RIGHT: Final = frozenset({"pid", "up", "idle", "mem", "cpu", "turns", "rst"})
 _COLOURS: Final = {"idle": "green", "healthy": "green", "busy": "yellow", "starting": "yellow", "failed": "red"}
+_WITH_JOBS: Final = re.compile(r",jobs=\d+")
 _ID_CELLS_MIN: Final = 6
 
 
@@ -52,6 +54,8 @@ def print_sessions(sessions: Sequence[SessionSnapshot]) -> None:
 def _cells(row: SessionSnapshot) -> list[str]:
     user = "" if row.user_id is None else f" [{row.user_id}]"
     state = row.state if row.health in ("none", "alive") else f"{row.state},{row.health}"
+    if row.jobs:
+        state += f",jobs={len(row.jobs)}"
     if row.retry_after_s is not None:  # in one word, as all cells but the last are
         state += f",backoff={duration(row.retry_after_s)}"
     troubles = [f"quarantined: {', '.join(row.quarantined)}"] if row.quarantined else []
@@ -70,6 +74,11 @@ def _cells(row: SessionSnapshot) -> list[str]:
         str(row.restart_count),
         visible("; ".join(troubles) or "-"),
     ]
+
+
+def _colour(state: str) -> str:
+    plain = _WITH_JOBS.sub("", state)  # to have work in the background is no trouble
+    return _COLOURS.get(plain, "" if "," not in plain else "red")
 
 
 def plain_table(rows: Sequence[Sequence[str]], headings: Sequence[str] = _HEADINGS) -> str:
@@ -101,7 +110,7 @@ def _print_fitted(console: Any, rows: Sequence[Sequence[str]]) -> None:
         table.add_column(heading, justify="right" if heading in _RIGHT else "left", no_wrap=True)
     for row in rows:
         ids = [Text(shortened(row[0], conversation)), Text(shortened(row[1], session))]
-        state = Text(row[3], style=_COLOURS.get(row[3], "" if "," not in row[3] else "red"))
+        state = Text(row[3], style=_colour(row[3]))
         table.add_row(*ids, Text(row[2]), state, *(Text(cell) for cell in row[4:-1]))
     console.print(table)
     for row in rows:

@@ -9,6 +9,7 @@ import asyncio
 from time import monotonic
 from typing import Any, Literal
 
+from hermes_pool.background import Background, told
 from hermes_pool.breakers import Quarantine
 from hermes_pool.clocks import TurnClocks
 from hermes_pool.condition import Condition
@@ -69,6 +70,7 @@ class Session:
         self._lock = asyncio.Lock()
         self._turn: Turn | None = None
         self._idle_since = self._loop.time()
+        self._background = Background(around.settings.background_timeout_s, self._loop.time)
         self._clocks = TurnClocks(around.settings, self._over_limit)
         self._notice: str | None = None
         self._given_up: wire.Turn | None = None
@@ -103,8 +105,12 @@ class Session:
         return self.place.is_empty and not self._lock.locked()
 
     def idle_s(self) -> float | None:
-        """Seconds since the worker has nothing to do; ``None`` when it has, or when there is no worker."""
-        if self.state is not State.IDLE or self._lock.locked():
+        """Seconds since the worker has nothing to do; ``None`` when it has, or when there is no worker.
+
+        Work in the background is something to do, for ``background_timeout_s``: so not even where room is needed a
+        worker goes that has any. What only shows as a process is looked for when the worker is about to go.
+        """
+        if self.state is not State.IDLE or self._lock.locked() or self.works_on:
             return None
         return self._loop.time() - self._idle_since
 
@@ -124,7 +130,8 @@ class Session:
             create_time=process.create_time if process is not None else None,
             incarnation=ledger.incarnation,
             uptime_s=now - link.started_at if link is not None and process is not None else None,
-            idle_s=self.idle_s(),
+            idle_s=now - self._background.resting_since if self._is_resting else None,
+            jobs=self._background.names,
             turn_s=now - self._turn.began_at if self._turn is not None else None,
             verdict=None if judgement is None else judgement.verdict.value,
             verdict_reason=None if judgement is None else judgement.reason,
@@ -139,28 +146,50 @@ class Session:
             host=self._around.host,
         )
 
+    @property
+    def _is_resting(self) -> bool:
+        return self.state is State.IDLE and not self._lock.locked()
+
     async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False, reason: str = "idle") -> bool:
         """Let the worker go if it has been idle that long: metadata first, then the kill. Say whether it went.
 
         It is a claim and no check: the lock is held throughout, the idleness is looked at again under it, and a message
         that comes in the meantime either prevents it or waits and starts afresh. Where ``room_is_needed``, a session
-        that can never be stored goes as well: what it knows stays in memory.
+        that can never be stored goes as well: what it knows stays in memory. Work in the background keeps it either
+        way, until ``background_timeout_s`` is over; then that is abandoned, and ``last_error`` says so.
         """
         if self._lock.locked():
             return False
         await self._lock.acquire()
+        error_before = self.ledger.last_error
         try:
-            if self.state is not State.IDLE or self._loop.time() - self._idle_since < idle_at_least_s:
+            if self.state is not State.IDLE or self._loop.time() - self._idle_since < idle_at_least_s or self.works_on:
                 return False
+            left = await self._work_left()
+            if left and self._background.in_time:
+                self._idle_since = self._loop.time()
+                return False
+            if left:
+                self.ledger.last_error = f"work in the background was abandoned (background_timeout_s): {told(left)}"
             if not await self.ledger.save("dormant") and not (room_is_needed and self.ledger.never_storable):
+                self.ledger.last_error = error_before
                 return False  # never killed before it is saved; the next sweep tries again
             if self.waiting or self.state is not State.IDLE:  # somebody came while it was saved
+                self.ledger.last_error = error_before
                 self.ledger.save_soon()
                 return False
+            if left:
+                self._log.warning("background_abandoned", work=left)
             await self.place.vacate(reason)
             return True
         finally:
             self._lock.release()
+
+    async def _work_left(self) -> tuple[str, ...]:
+        """Return the names of what the agent has not finished: its open jobs; if it told of none, its processes."""
+        if self._background.names or not self._settings.background_timeout_s:
+            return self._background.names
+        return await self.place.processes_left()
 
     async def stop(self, reason: str) -> Stopped | None:
         """Stop the worker now, whatever it does: a running turn is cancelled and ends with ``TurnCancelledError``.
@@ -196,6 +225,11 @@ class Session:
     def worker_age_s(self) -> float:
         """For how long the worker runs, in seconds."""
         return 0.0 if self.place.link is None else monotonic() - self.place.link.started_at
+
+    @property
+    def works_on(self) -> bool:
+        """Whether the agent has told of work in the background, and it may still go on."""
+        return self._background.works_on
 
     def ask(self) -> None:
         """Ask the worker for a sign of life, unless it owes one already."""
@@ -235,8 +269,8 @@ class Session:
         await self.place.end_for(reason)
 
     def recycle(self, reason: str) -> None:
-        """Let the worker go: now if it is idle, else after its turn."""
-        if self.state is State.BUSY:
+        """Let the worker go: now if it is idle, else after its turn and its work in the background."""
+        if self.state is State.BUSY or self.works_on:
             self._recycle = reason
         else:
             self._around.in_background(self.hibernate(0.0, reason=reason))
@@ -256,7 +290,7 @@ class Session:
         try:
             if self._around.admission.condition is not Condition.OPEN:
                 await self._around.admission.passed(self)
-            if self._loop.time() - self._idle_since >= LOOKED_AT_AFTER_S:
+            if self._loop.time() - self._background.resting_since >= LOOKED_AT_AFTER_S:
                 await self.place.end_frozen()
             if self.place.state is not State.IDLE or self.closed:
                 self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
@@ -349,11 +383,15 @@ class Session:
         self._notice = opened.notice
         if self._turn is None:
             self._given_up = None
-        self._idle_since = self._loop.time()
+        self._background.rest()
+        self._idle_since = self._background.resting_since
 
     def worker_gone(self, report: DeathReport, *, wanted: bool) -> None:
         """Take note of the end of a worker; the turn that it had gets a reply or a clean error all the same."""
         self._recycle = None
+        lost = self._background.lost()
+        if lost and not wanted:
+            self._log.warning("background_lost", work=lost)
         turn = self._turn
         if turn is None:
             self.ledger.save_soon()
@@ -429,6 +467,41 @@ class Session:
         if turn.lags and self.place.link is not None:
             self.place.link.pause_reading()
 
+    def heard_background(self, message: wire.BackgroundStarted | wire.BackgroundFinished) -> None:
+        """Take note of work that outlasts its turn, and of its end. Neither is part of any turn."""
+        background = self._background
+        if self.place.link is None:
+            self.place.note_unasked()
+        elif isinstance(message, wire.BackgroundStarted):
+            if background.started(message.job_id, message.name):
+                self._log.info("background_started", job_id=message.job_id, job=message.name)
+            else:
+                self.place.note_unasked()
+        elif (name := background.finished(message.job_id)) is None:
+            self.place.note_unasked()
+        else:
+            self._log.info("background_finished", job_id=message.job_id, job=name)
+            self._tell_owner(message)
+            if background.in_time:
+                self._idle_since = self._loop.time()
+            if not background.names:
+                self._nothing_left_to_do()
+
+    def _tell_owner(self, message: wire.BackgroundFinished) -> None:
+        if self._around.on_background is not None:
+            try:
+                self._around.on_background(self.key, message)
+            except Exception as error:  # noqa: BLE001 - a fault of the host's is none of the worker's
+                self._log.error("on_background_failed", error=repr(error), exc_info=error)
+
+    def _nothing_left_to_do(self) -> None:
+        """Let the worker go if that had to wait for its work, or let whoever needs room have it."""
+        if self.state is not State.IDLE:
+            return
+        self._around.admission.changed(self)
+        if self._recycle is not None:
+            self._around.in_background(self.hibernate(0.0, reason=self._recycle))
+
     def _done(self, turn: Turn, message: wire.TurnDone) -> Reply | HermesPoolError:
         if message.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
             return turn.ending
@@ -474,7 +547,8 @@ class Session:
         """End the running turn: the conversation is free from here on."""
         self._turn = None
         self._clocks.rest()
-        self._idle_since = self._loop.time()
+        self._background.rest()
+        self._idle_since = self._background.resting_since
         if self.place.link is None and (type(outcome) is not Reply or outcome.outcome != "completed"):
             self._given_up = wire.Turn(turn.turn_id, turn.attempt, turn.text)
         if type(outcome) is not Reply:
@@ -486,15 +560,17 @@ class Session:
             self.place.link.resume_reading()
         turn.settle(outcome)
         self.ledger.used()
-        if self._recycle is None:
+        if self._recycle is None or self.works_on:
             self._lock.release()
         else:
             self._around.in_background(self._let_go(self._recycle))
 
     async def _let_go(self, reason: str) -> None:
         """Let the worker go between two turns, and only then the next message in."""
-        self._recycle = None
         try:
+            if self._background.in_time and await self._work_left():
+                return  # after the next turn, then
+            self._recycle = None
             if self.state is State.IDLE and await self.ledger.save("dormant"):
                 await self.place.vacate(reason)
         finally:

@@ -107,6 +107,10 @@ class PoolSettings:
 
     idle_timeout_s: float = 900.0
     """A worker without a turn for this long is stopped, after its metadata has been saved."""
+    background_timeout_s: float = 3600.0
+    """For how long after its last turn work in the background (a job that the agent has told of, a process that a tool
+    left running) keeps a worker from being idle, also where room is needed. Then that work is abandoned, and
+    ``last_error`` says so. 0: it never keeps a worker."""
     idle_sweep_s: float = 10.0
     """How often idle workers are looked for, and what could not be saved is tried again."""
 
@@ -242,6 +246,7 @@ class PoolSettings:
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be over 0, not {getattr(self, name)!r}")
         for name in (
+            "background_timeout_s",
             "close_grace_s",
             "term_grace_s",
             "spares",

@@ -76,5 +76,7 @@ class SessionSnapshot:
     """Fingerprints of the messages that are not sent any more, since they ended too many workers."""
     last_death: str | None = None
     """The report (``DeathReport.report_id``) of the last worker that died unasked, as long as it is kept."""
+    jobs: tuple[str, ...] = ()
+    """Names of the agent's open jobs in the background, which keep an idle worker for ``background_timeout_s``."""
     host: str | None = None
     supervisor_pid: int | None = None

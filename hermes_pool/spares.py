@@ -136,6 +136,9 @@ class Spares:
     def link_heard(self, message: Any) -> None:
         """Drop it: a spare has no turns."""
 
+    def link_background(self, message: Any) -> None:
+        """Drop it: a spare has nothing to work on."""
+
     def link_said(self, line: str) -> None:
         """Pass a line of its stderr on to the log."""
         self._log.info("worker_stderr", line=line)

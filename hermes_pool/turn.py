@@ -22,9 +22,7 @@ EVENT_BYTES_WAITING_MAX = 4 * 1024 * 1024
 
 
 def _size(event: wire.Event) -> int:
-    """Return about how much an event holds."""
-    if type(event) is wire.TextDelta:  # so early, for there may be thousands
-        return len(event.text)
+    """Return about how much an event holds. Of a piece of text, of which there may be thousands, nobody asks it."""
     return sum(len(value) for value in msgspec.structs.astuple(event) if isinstance(value, str | list))
 
 
@@ -136,8 +134,9 @@ class Turn:
         while self._events is not None:
             if self._events:
                 event = self._events.popleft()
-                self._bytes_waiting -= _size(event)
-                self._consumed()
+                self._bytes_waiting -= len(event.text) if type(event) is wire.TextDelta else _size(event)
+                if self.lags:
+                    self._consumed()
                 return event
             if self.outcome is not None:
                 break
@@ -175,10 +174,14 @@ class Turn:
 
     def push(self, event: wire.Event) -> None:
         """Hand an event to the caller, if the caller still listens."""
-        if self._events is not None:
-            self._events.append(event)
-            self._bytes_waiting += _size(event)
-            self.lags = len(self._events) >= self._events_waiting_max or self._bytes_waiting >= EVENT_BYTES_WAITING_MAX
+        events = self._events
+        if events is None:
+            return
+        events.append(event)
+        self._bytes_waiting += len(event.text) if type(event) is wire.TextDelta else _size(event)
+        if len(events) >= self._events_waiting_max or self._bytes_waiting >= EVENT_BYTES_WAITING_MAX:
+            self.lags = True
+        if self._waiters:
             self._wake()
 
     def note_tool(self, call_id: str, name: str) -> None:

@@ -463,7 +463,11 @@ def _status_of_zombie(pid: int, pidfd: int) -> Exit | None:
     It has to be woken for that, which doubles the time until a death is known.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+        try:
+            fields = os.read(stat, 4096).rpartition(b")")[2].split()
+        finally:
+            os.close(stat)
         signal.pidfd_send_signal(pidfd, 0)  # it is still there, so what was read is of no other process
         status = int(fields[_EXIT_CODE])
     except (OSError, IndexError, ValueError):

@@ -96,11 +96,11 @@ async def open_pool(tmp_path: Path, nothing_left: None) -> AsyncIterator[OpenPoo
     """Open pools with quick settings; each is closed at the end, and its tasks must be gone."""
     pools: list[HermesSessionManager] = []
 
-    async def open_one(*, store: Any = None, **settings: Any) -> HermesSessionManager:
+    async def open_one(*, store: Any = None, on_background: Any = None, **settings: Any) -> HermesSessionManager:
         # A program of a test's own in the interpreter's place is no zygote.
         launcher = {"launcher": "spawn"} if "worker_python" in settings else {}
         values = {"state_dir": tmp_path / "state", **QUICK, **launcher, **settings}
-        pool = HermesSessionManager(PoolSettings(**values), store=store)
+        pool = HermesSessionManager(PoolSettings(**values), store=store, on_background=on_background)
         pools.append(await pool.__aenter__())
         return pool
 

@@ -35,6 +35,7 @@ PURE = {
     "line",
     "verdict",
     "memory",
+    "background",
 }
 EDGES = {"process", "health", "lifeline", "leftovers", "sampling", "json_sql", "store", "control", "log"}
 

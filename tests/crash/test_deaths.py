@@ -307,7 +307,10 @@ async def test_a_tool_with_a_session_of_its_own_is_gone_with_its_worker(
     open_pool: OpenPool, faulty: Faulty, end: str, launcher: str
 ) -> None:
     pool = await open_pool(
-        **faulty("leaves_tools_behind"), launcher=launcher, idle_timeout_s=0.2 if end == "idle" else 900.0
+        **faulty("leaves_tools_behind"),
+        launcher=launcher,
+        idle_timeout_s=0.2 if end == "idle" else 900.0,
+        background_timeout_s=0,
     )
     await pool.send("other", "hello")
     tool = psutil.Process(int((await pool.send("c", "start a tool")).text))

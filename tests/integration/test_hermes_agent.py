@@ -21,6 +21,7 @@ from hermes_pool_worker import wire
 WORKER = Path(wire.__file__).with_name("__main__.py")
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 END = (wire.TurnDone, wire.TurnFailed)
+JOBS = (wire.BackgroundStarted, wire.BackgroundFinished)
 
 pytestmark = [
     pytest.mark.skipif(find_spec("run_agent") is None, reason="Hermes is not installed in this environment"),
@@ -83,7 +84,7 @@ class Worker:
     def turn(self, text):
         """Run a turn; return its messages, the last one of which ends it."""
         begun = self.begin(text)
-        messages = self.until(*END)
+        messages = [message for message in self.until(*END) if not isinstance(message, JOBS)]  # which are of no turn
         assert {(message.turn_id, message.attempt) for message in messages} == {(begun.turn_id, 1)}
         return messages
 
@@ -373,7 +374,18 @@ def test_a_finished_turn_whose_reply_got_lost(start, model):
     assert again.recovered == reply.text
     assert again.committed == reply.committed
     assert len(model.requests) == seen
-    assert worker.ask("how many messages").text == "(scripted) You have sent 5 messages."
+    last = worker.ask("how many messages")
+    assert last.text == "(scripted) You have sent 5 messages."
+
+    # The same, and its caller was told that it had failed: nothing of it shall be in any later prompt.
+    lost = worker.begin("told as failed")
+    worker.until(*END)
+    worker.kill()
+    worker = start()
+    again = worker.open(session_id=opened.session_id, committed=last.committed, unfinished=lost, given_up=True)
+    assert (again.recovered, again.committed) == (None, last.committed)
+    worker.ask("after it")
+    assert "told as failed" not in said(model.requests[-1])
 
 
 def test_an_unknown_session_is_told(start):

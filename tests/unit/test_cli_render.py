@@ -93,6 +93,14 @@ def test_a_state_says_for_how_long_a_session_backs_off_and_stays_one_word() -> N
     assert render._cells(dataclasses.replace(row, restarts="half_open", retry_after_s=None))[3] == "stopped"
 
 
+@pytest.mark.parametrize(("health", "colour"), [("alive", "green"), ("frozen", "red")])
+def test_jobs_are_counted_in_the_state_and_are_no_trouble(health: str, colour: str) -> None:
+    row = SessionSnapshot(conversation_id="c", state="idle", health=health, jobs=("tests", "build"))
+    state = render._cells(row)[3]
+    assert state == ("idle,jobs=2" if health == "alive" else "idle,frozen,jobs=2")
+    assert render._colour(state) == colour
+
+
 @pytest.mark.parametrize(("last_error", "told"), [(None, ""), ("it failed", "; it failed")])
 def test_quarantined_messages_are_told_before_the_last_error(last_error, told) -> None:
     row = SessionSnapshot(conversation_id="c", state="idle", quarantined=("0a1b", "2c3d"), last_error=last_error)

@@ -50,6 +50,8 @@ GOLDEN = [
     (wire.Pong(7), "0000000792a4506f6e6707"),
     (wire.Closed(), "0000000891a6436c6f736564"),
     (wire.Imported(["a.b"]), "0000000f92a8496d706f7274656491a3612e62"),
+    (wire.BackgroundStarted("j", "tests"), "0000001b93b14261636b67726f756e6453746172746564a16aa57465737473"),
+    (wire.BackgroundFinished("j", "ok"), "0000001993b24261636b67726f756e6446696e6973686564a16aa26f6b"),
 ]
 
 

@@ -95,6 +95,17 @@ class RunningTurn(Protocol):
     ) -> str | None:
         """Ask the caller and wait; ``None`` when nobody answered in ``timeout_s`` seconds or the turn was cancelled."""
 
+    def background_started(self, job_id: str, name: str) -> None:
+        """Say that work goes on that may outlast the turn; say it before the turn ends, or the worker may go.
+
+        Until every job has ended, but at most ``background_timeout_s`` after the turn's end, the worker does not count
+        as idle. ``job_id`` is any text that tells one job from another; up to 100 jobs are kept at a time. This method
+        and the next one may be called after the turn's end as well.
+        """
+
+    def background_finished(self, job_id: str, result: str = "") -> None:
+        """Say that a job has ended; ``result`` is a preview for ``HermesSessionManager(on_background=...)``."""
+
 
 class Agent(Protocol):
     """One conversation's agent. All calls come from the worker's main thread, one at a time, except ``interrupt``.

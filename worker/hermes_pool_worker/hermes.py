@@ -29,6 +29,8 @@ PREVIEW_CHARS: Final = 500
 NOBODY_ANSWERED: Final = (
     "[Nobody answered in time. Go on with the most sensible assumption and say so, or ask again in your reply.]"
 )
+JOBS_LOOK_S: Final = 1.0
+"""How often it is looked whether a command in the background has ended."""
 INTERRUPTED: Final = "Operation interrupted"
 """How those replies begin that Hermes makes up for an interrupted turn."""
 
@@ -64,6 +66,7 @@ class HermesAgent:
         self._task_id = ""
         self._turn: RunningTurn | None = None
         self._tools_started: dict[str, float] = {}
+        self._jobs = Jobs()
 
     # --- the session ---
 
@@ -140,6 +143,7 @@ class HermesAgent:
 
     def close(self) -> None:
         """Put the session to sleep: end what runs in its name, and close the database."""
+        self._jobs.forget()  # what is ended here has brought nothing
         with _reported():
             from tools.process_registry import process_registry  # noqa: PLC0415
 
@@ -183,6 +187,8 @@ class HermesAgent:
             raise AgentError("agent_error", f"{type(error).__name__}: {error}") from error
         finally:
             self._turn = None
+            with _reported():
+                self._jobs.tell(turn)
         self._follow(turn)
         usage = {name: count - used[name] for name, count in self._usage().items() if count > used[name]}
         kind, reply, notice = self._settle(result, before)
@@ -301,6 +307,62 @@ class HermesAgent:
             _resolve(request, answer if answer in choices else "deny")
 
         threading.Thread(target=ask, name="hermes-pool-approval", daemon=True).start()
+
+
+class Jobs:
+    """Commands that Hermes' terminal tool runs in the background: told to the pool, lest it ends their worker."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, RunningTurn] = {}
+        self._lock = threading.Lock()
+        self._watched = False
+
+    def tell(self, turn: RunningTurn) -> None:
+        """Tell of those that run at the end of this turn and were not told of before."""
+        from tools.process_registry import process_registry  # noqa: PLC0415
+
+        running = {
+            each["session_id"]: each["command"]
+            for each in process_registry.list_sessions()
+            if each["status"] == "running"
+        }
+        with self._lock:
+            new = running.keys() - self._open.keys()
+            self._open |= dict.fromkeys(new, turn)
+            for job_id in new:
+                turn.background_started(job_id, scrub(running[job_id]))
+            if self._open and not self._watched:
+                self._watched = True
+                threading.Thread(target=self._watch, name="hermes-pool-jobs", daemon=True).start()
+
+    def forget(self) -> None:
+        """Tell of nothing any more."""
+        with self._lock:
+            self._open.clear()
+
+    def _watch(self) -> None:
+        """Tell of each one's end; the body of a thread that lives while there are any."""
+        from tools.process_registry import process_registry  # noqa: PLC0415
+
+        while True:
+            time.sleep(JOBS_LOOK_S)
+            # Held, so that none is told of as ended after all have been forgotten.
+            with self._lock:
+                for job_id, turn in list(self._open.items()):
+                    state = process_registry.poll(job_id)
+                    if state["status"] != "running":
+                        del self._open[job_id]
+                        turn.background_finished(job_id, _outcome(state))
+                if not self._open:
+                    self._watched = False
+                    return
+
+
+def _outcome(state: Mapping[str, Any]) -> str:
+    """Return how a command has ended and the last that it said, shortened."""
+    said = scrub(str(state.get("output_preview") or "").strip())
+    ended = f"exit code {state.get('exit_code')}"
+    return f"{ended}: {said[-(PREVIEW_CHARS - len(ended) - 2) :]}" if said else ended
 
 
 def _resolve(request: dict[str, Any], answer: str) -> None:

@@ -49,6 +49,9 @@ HELD_BYTES_MAX = 32 * 1024
 ORPHANED_GRACE_S = 2.0
 """How long a turn may take to notice that the supervisor is gone, before the process ends without it."""
 
+JOB_RESULT_CHARS_MAX = 500
+"""Of what a job in the background brings, no more than this crosses the wire."""
+
 _HAS_READV = hasattr(os, "readv")
 """Not on Windows."""
 
@@ -347,6 +350,15 @@ class Turn:
             with self._lock:
                 self._questions.pop(question_id, None)
 
+    def background_started(self, job_id: str, name: str) -> None:
+        """Say that work goes on that may outlast the turn."""
+        self._send(wire.BackgroundStarted(_name(job_id), _name(name)))
+
+    def background_finished(self, job_id: str, result: str = "") -> None:
+        """Say that a job has ended, also after the turn's end."""
+        # Cut, for one that does not fit would not be sent, and the job would never end.
+        self._send(wire.BackgroundFinished(_name(job_id), _text(result)[:JOB_RESULT_CHARS_MAX]))
+
     def answer(self, question_id: str, text: str) -> None:
         """Hand the caller's answer to whoever waits for it; an unknown question is one that is over."""
         with self._lock:
@@ -370,7 +382,7 @@ class Turn:
         self._next_sign_at = now + PROGRESS_SIGN_S
         return True
 
-    def _send(self, message: wire.TurnMessage) -> None:
+    def _send(self, message: wire.Message) -> None:
         try:
             self._sender.send(message)
         except wire.FrameTooLargeError as error:

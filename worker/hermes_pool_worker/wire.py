@@ -258,6 +258,22 @@ class Imported(Message, frozen=True):
     modules: Modules
 
 
+class BackgroundStarted(Message, frozen=True):
+    """The agent works on something that may outlast its turn, and wants its worker to live until that has ended."""
+
+    job_id: Name
+    name: Name
+    """What it is, for people."""
+
+
+class BackgroundFinished(Message, frozen=True):
+    """That work has ended. It belongs to no turn: the turn in which it began is over as a rule."""
+
+    job_id: Name
+    result: str = ""
+    """Preview of what came out, shortened by the agent."""
+
+
 # --- between the supervisor and a zygote, one message a datagram ------------------------------------------------------
 
 
@@ -323,6 +339,8 @@ FromWorker: TypeAlias = (
     | Pong
     | Closed
     | Imported
+    | BackgroundStarted
+    | BackgroundFinished
 )
 ToZygote: TypeAlias = Preload | Fork
 FromZygote: TypeAlias = Preloaded | Forked | NotForked | Reaped
