@@ -29,7 +29,7 @@ from hermes_pool.errors import (
 from hermes_pool.lifecycle import State
 from hermes_pool.line import FairLine
 from hermes_pool.settings import PoolSettings, SessionKey
-from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
+from hermes_pool.snapshot import PoolSnapshot
 
 LOOK_S = 0.01
 """How often it is looked whether a turn whose worker died, or a pool that shall come to rest, is done. Never while
@@ -86,11 +86,12 @@ class Occupant(Protocol):
     def at_rest(self) -> bool:
         """Whether nothing at all goes on: no process, no caller."""
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether it has a turn, be it between two workers."""
+
     def idle_s(self) -> float | None:
         """Return for how long its worker has had nothing to do; ``None`` when it has, or there is none."""
-
-    def snapshot(self) -> SessionSnapshot:
-        """Return what can be seen of it."""
 
     async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False) -> bool:
         """Let the worker go if it still idles; say whether it went."""
@@ -264,7 +265,7 @@ class Admission:
         """Free the slot of a session without a process, but not before the turn in which its worker died is settled."""
         if session.state in lifecycle.ALIVE or self._slots.get(session) is not slot:
             return
-        if session.snapshot().turn_s is None or self.condition is Condition.CLOSED:
+        if not session.in_turn or self.condition is Condition.CLOSED:
             self._free(session, slot)
         else:
             asyncio.get_running_loop().call_later(LOOK_S, self._free_unless_in_turn, session, slot)
@@ -505,9 +506,7 @@ class Admission:
 
     def _running(self) -> int:
         """Count turns that run, or whose worker is being started."""
-        return sum(
-            session.state is State.STARTING or session.snapshot().turn_s is not None for session in self.sessions()
-        )
+        return sum(session.state is State.STARTING or session.in_turn for session in self.sessions())
 
     def _unanswered(self) -> int:
         return sum(map(_unanswered, self.sessions()))

@@ -104,11 +104,14 @@ def children_known(pid: int) -> frozenset[int]:
     """Return the pids of the children of a process; on Linux only, where that takes 0.1 ms. None elsewhere."""
     if sys.platform != "linux":
         return frozenset()
+    found: set[int] = set()
     try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return frozenset(int(child) for task in tasks for child in (task / "children").read_bytes().split())
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - on the path of every start, where pathlib is slow
+            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:  # noqa: PTH123 - as above
+                found.update(map(int, file.read().split()))
     except OSError:  # it has ended, or the kernel does not tell
-        return frozenset()
+        pass
+    return frozenset(found)
 
 
 def begun_later(pid: int, create_time: float, after_s: float, known: frozenset[int]) -> tuple[str, ...]:

@@ -369,6 +369,11 @@ class Session:
     # --- what the place tells and asks (place.Tenant) ---
 
     @property
+    def in_turn(self) -> bool:
+        """Whether a turn runs, or waits for another worker."""
+        return self._turn is not None
+
+    @property
     def turn_running(self) -> Turn | None:
         """The turn that runs, if one does."""
         return self._turn
@@ -404,6 +409,13 @@ class Session:
             return
         if not wanted:
             self.quarantine.note_death(turn.text)
+        turn.deaths += 1
+        turn.tools_open.clear()
+        turn.questions_open.clear()
+        if turn.deaths > self._settings.restarts_max:
+            self.ledger.status = "failed"
+            self._settle(turn, self._crashed(turn, report))
+            return
         self._recovering = True
         self._around.in_background(self._recover(turn, report))
 
@@ -446,7 +458,11 @@ class Session:
                 self._settle(turn, self._done(turn, message))
                 return
             case wire.TextDelta():  # so early, for there may be thousands
-                pass
+                turn.last_event = "TextDelta"
+                turn.push(message)
+                if turn.lags and self.place.link is not None:
+                    self.place.link.pause_reading()
+                return
             case wire.TurnFailed():
                 self.ledger.session_id = message.session_id or self.ledger.session_id
                 self.ledger.committed = message.committed or self.ledger.committed
@@ -600,9 +616,6 @@ class Session:
 
     async def _recover(self, turn: Turn, report: DeathReport) -> None:
         """Give the turn in which a worker died its reply, or a clean error."""
-        turn.deaths += 1
-        turn.tools_open.clear()
-        turn.questions_open.clear()
         try:
             outcome = await self._replace_worker(turn, report)
         except BaseException:  # a bug of ours, or the loop is ending: nobody shall wait for this turn for ever
@@ -617,9 +630,6 @@ class Session:
         """Start another worker in place of the dead one; return how the turn ends, or ``None``: it runs again."""
         if turn.ending is not None:
             return self._ended_early(turn)
-        if turn.deaths > self._settings.restarts_max:
-            self.ledger.status = "failed"
-            return self._crashed(turn, report)
         try:
             opened = await self.place.filled(wire.Turn(turn.turn_id, turn.attempt, turn.text))
         except HermesPoolError as error:

@@ -72,8 +72,8 @@ def stage() -> Iterator[Stage]:
 async def pool(where: Stage, launcher: str, spares: int = 0) -> AsyncIterator[HermesSessionManager]:
     """Open a pool of real Hermes workers that is not the first one here, and see one session through.
 
-    So caches are warm, and the pool before has learnt what a first turn imports: the state that a host is in on every day
-    but its first.
+    So caches are warm, and the pool before has learnt what a first turn imports: the state that a host is in on every
+    day but its first.
     """
     settings = settings_of(
         launcher,

@@ -270,7 +270,8 @@ def test_cancelling(start, home, model):
         worker.send(wire.Cancel(turn.turn_id, turn.attempt))
         begun = time.monotonic()
         done = worker.until(*END)[-1]
-        assert time.monotonic() - begun < 5
+        # Hermes looks every five seconds after the tools that it runs, and then gives them three to end.
+        assert time.monotonic() - begun < 9
         assert (type(done), done.outcome, done.turn_id) == (wire.TurnDone, "interrupted", turn.turn_id)
         return done
 

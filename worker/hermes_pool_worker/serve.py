@@ -42,6 +42,8 @@ WATCH_AFTER_MOST_S = 0.16
 the very begin of such a turn waits as long; looking 100 times a second would cost as much as the turns themselves."""
 WATCH_LOOKS = 10
 """How many looks without work it takes until the watch goes to sleep: a second or so."""
+BURST_PIECES = 32
+"""So many small pieces go out at once, one by one, however quickly they come; those after them are gathered."""
 FLUSH_AFTER_S = 0.001
 """How long a small piece of text may be held back, so that more go with it."""
 HELD_BYTES_MAX = 32 * 1024
@@ -200,6 +202,7 @@ class FrameSender:
         self._lock = threading.Lock()
         self._held = bytearray()
         self._last_at = 0.0
+        self._burst = 0
         self._flush_wanted: threading.Event | None = None
 
     def send(self, message: wire.Message) -> None:
@@ -214,7 +217,7 @@ class FrameSender:
             self._write(frame)
 
     def send_piece(self, message: wire.Message) -> None:
-        """Send one of many small messages: at once if there was a pause before, else together with its neighbours.
+        """Send one of many small messages: at once, unless they come thick and fast; then with its neighbours.
 
         What is held back is held for ``FLUSH_AFTER_S`` at most. Errors as for ``send``.
         """
@@ -222,6 +225,9 @@ class FrameSender:
             frame = self._encoder.encode(message)
             now = time.monotonic()
             if now - self._last_at >= FLUSH_AFTER_S and not self._held:
+                self._burst = 0
+            self._burst += 1
+            if self._burst <= BURST_PIECES:
                 self._last_at = now
                 self._write(frame)
                 return
