@@ -19,6 +19,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = VENV / "hermes-pool-installed"
 LOCK = ROOT / "requirements.lock"
+PYTEST = ["pytest", "-n2", "--dist=worksteal"]
+"""Two tests at a time: most of them wait for processes. What comes later on the line overrules it."""
 LEAST, BELOW = (3, 11), (3, 14)  # Hermes Agent excludes 3.14
 INTERRUPTED = 130
 

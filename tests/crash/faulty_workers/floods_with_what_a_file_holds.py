@@ -1,16 +1,9 @@
-import gc
 import os
 import threading
 from pathlib import Path
 
 from hermes_pool_worker.agent import Outcome
 from hermes_pool_worker.echo import EchoAgent
-from hermes_pool_worker.serve import FrameSender
-
-
-def flood(descriptor, times):
-    for _ in range(times):
-        os.write(descriptor, Path("flood").read_bytes())
 
 
 class Agent(EchoAgent):
@@ -18,8 +11,14 @@ class Agent(EchoAgent):
         if not text.startswith("flood"):
             return super().turn(text, turn)
         word, where, times = text.split("/")
-        (sender,) = [each for each in gc.get_objects() if type(each) is FrameSender]
+        sender, send, data = turn._sender, turn._sender.send, Path("flood").read_bytes()
         descriptor = 2 if where == "stderr" else sender._descriptor
-        flooding = threading.Thread(target=flood, args=(descriptor, int(times)), daemon=True)
-        flooding.start() if word == "flood on" else flooding.run()
+        flooding = threading.Thread(target=lambda: [os.write(descriptor, data) for _ in range(int(times))], daemon=True)
+
+        def send_and_flood(reply):  # its turn is over before it begins
+            sender.send = send
+            send(reply)
+            flooding.start()
+
+        sender.send = send_and_flood if word == "flood on" else flooding.run() or send
         return Outcome("flooded")
