@@ -30,6 +30,10 @@ from hermes_pool_worker import wire
 
 LAUNCHES_MAX = 2
 """How many workers one start may try: a start that failed once may have had bad luck, twice has a reason."""
+LAUNCHES_PER_CPU = 2
+"""How many processes for each CPU are on the way to their greeting at the same time."""
+GATE_S = 0.5
+"""How long such a process counts for that at most."""
 WORKER_PROGRAM = Path(hermes_pool_worker.__file__).with_name("__main__.py")
 
 
@@ -53,6 +57,7 @@ class Starter:
             log,
         )
         self._launcher = self._choose_launcher(log)
+        self._gate = asyncio.Semaphore(LAUNCHES_PER_CPU * (os.cpu_count() or 1))
         self.breaker = StartBreaker(settings, monotonic, random.random, self._ground)
         self.spares = Spares(settings.spares, self._start_spare, log)
 
@@ -171,7 +176,7 @@ class Starter:
         for tries_left in reversed(range(LAUNCHES_MAX)):
             link = self._new_link(listener)
             try:
-                await link.launch(self._launcher, self._command(**{MARKER_VARIABLE: link.marker}), deadline)
+                await self._launch(link, deadline)
                 await link.open(asked, deadline)
             except WorkerStartError as error:
                 on_failure(error)
@@ -186,9 +191,24 @@ class Starter:
         """Return a worker that waits for a conversation, and the files that make it stale when they change."""
         deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
         link = self._new_link(listener)
-        await link.launch(self._launcher, self._command(**{MARKER_VARIABLE: link.marker}), deadline)
+        await self._launch(link, deadline)
         prepared = await link.prepare(wire.Prepare(dict(self._settings.agent_options), self._data_dir), deadline)
         return link, prepared.watched
+
+    async def _launch(self, link: WorkerLink, deadline: float) -> None:
+        """Have a process started and greet, with few others at the same time: more would only starve the event loop.
+
+        One that takes long gives its place to the next, so that no worker that hangs holds up another one.
+        """
+        loop = asyncio.get_running_loop()
+        await self._gate.acquire()
+        gives_way = loop.call_later(GATE_S, self._gate.release)
+        try:
+            await link.launch(self._launcher, self._command(**{MARKER_VARIABLE: link.marker}), deadline)
+        finally:
+            if gives_way.when() > loop.time():
+                gives_way.cancel()
+                self._gate.release()
 
     def _new_link(self, listener: LinkListener) -> WorkerLink:
         link = WorkerLink(

@@ -8,9 +8,8 @@ from hermes_pool_worker.echo import EchoAgent
 DEAF = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 15)]; time.sleep(1000)"
 
 
+# Each turn leaves a tool that hides in the ways named, tells its pid, and goes on for ever if it is told to.
 class Agent(EchoAgent):
-    """Each turn leaves a tool that hides in the ways named, tells its pid, and goes on for ever if it is told to."""
-
     def turn(self, text, turn):
         if not text.startswith("tool "):
             return super().turn(text, turn)
@@ -21,9 +20,7 @@ class Agent(EchoAgent):
         if (first := os.fork()) == 0:
             tool = subprocess.Popen(command, start_new_session="setsid" in hides, env=env)
             os.write(ends[1], str(tool.pid).encode())
-            if "daemon" in hides:
-                os._exit(0)
-            tool.wait()
+            os._exit(0) if "daemon" in hides else tool.wait()
         pid = os.read(ends[0], 32).decode()
         if "daemon" in hides:
             os.waitpid(first, 0)

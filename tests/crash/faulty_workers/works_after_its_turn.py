@@ -1,21 +1,14 @@
-import subprocess
 import threading
-import time
 from pathlib import Path
 
-from hermes_pool_worker.agent import Outcome
-from hermes_pool_worker.echo import EchoAgent
-
-UNTIL = 'while [ ! -e "$0" ]; do sleep 0.02; done'
+import leaves_a_shell_running
 
 
-class Agent(EchoAgent):
+class Agent(leaves_a_shell_running.Agent):
     """``job FILE`` and ``shell FILE`` go on until there is such a file; ``end FILE`` makes it within a turn."""
 
     def open(self, request):
         self.threads = {}
-        if request.options.get("server"):
-            subprocess.Popen(["sleep", "1000"])
         return super().open(request)
 
     def turn(self, text, turn):
@@ -27,8 +20,6 @@ class Agent(EchoAgent):
         elif word == "jobs":
             for number in range(int(file)):
                 turn.background_started(f"id-{number}", f"job {number}")
-        elif word == "shell":
-            return Outcome(str(subprocess.Popen(["sh", "-c", UNTIL, file], start_new_session=True).pid))
         elif word == "end":
             Path(file).touch()
             self.threads[file].join()
@@ -36,5 +27,5 @@ class Agent(EchoAgent):
 
     def work(self, turn, file):
         while not Path(file).exists():
-            time.sleep(0.01)
+            threading.Event().wait(0.01)
         turn.background_finished(f"id-{file}", f"{file} is there")
