@@ -24,10 +24,12 @@ from typing import Any, Final, NamedTuple, Protocol
 import psutil
 
 from hermes_pool.health import CREATE_TIME_TOLERANCE_S
-from hermes_pool.verdict import Condition, Identity, Sample
+from hermes_pool.verdict import STILL_S, Condition, Identity, Sample
 
 SAMPLES_KEPT: Final = 32
 """How many samples of each worker are kept."""
+KEPT_EVERY_S: Final = 2 * STILL_S / SAMPLES_KEPT
+"""Samples that follow each other more closely are not kept, but for the latest one."""
 READ_ALL_EVERY: Final = 30
 """Every so many looks, everything is read, whether or not it seems to have changed: pids change hands."""
 UNIQUE_AGAIN_CPU_S: Final = 0.5
@@ -153,7 +155,7 @@ class Sampler:
                 seen[worker] = Sample(at=self._clock(), condition=Condition.DEAD)
                 continue
             if attention is Attention.CLOSE or read_all or not known.samples or self._has_run(known):
-                known.samples.append(self._sample(known, attention, read_just_now))
+                _keep(known.samples, self._sample(known, attention, read_just_now))
             sample = known.samples[-1]
             if unique_above_bytes is not None and (sample.rss_bytes or 0) > unique_above_bytes:
                 sample = known.samples[-1] = self._with_unique(known, sample)
@@ -319,6 +321,14 @@ def since_boot() -> float:
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.time()
+
+
+def _keep(samples: deque[Sample], sample: Sample) -> None:
+    """Add a sample. Those that are kept span some time, however often it is looked: a verdict takes ``STILL_S``."""
+    if len(samples) > 1 and samples[-1].at - samples[-2].at < KEPT_EVERY_S:
+        samples[-1] = sample
+    else:
+        samples.append(sample)
 
 
 def _cpu_s(process: _Known, stat: Stat | None) -> float:

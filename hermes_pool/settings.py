@@ -260,8 +260,6 @@ class PoolSettings:
         for first, most in (("restart_backoff_s", "restart_backoff_max_s"), ("start_probe_s", "start_probe_max_s")):
             if getattr(self, first) > getattr(self, most):
                 raise SettingsError(f"{first}={getattr(self, first)!r} is over {most}={getattr(self, most)!r}")
-        if self.sample_s < _SAMPLE_S_LEAST:
-            raise SettingsError(f"sample_s={self.sample_s!r} is too often; {_SAMPLE_S_LEAST} is the least")
         self._check_memory()
         if self.frame_bytes_max < _FRAME_BYTES_LEAST or self.frame_bytes_max > _FRAME_BYTES_MOST:
             raise SettingsError(
@@ -285,7 +283,5 @@ class PoolSettings:
 _MEMORY_MARKS = ("memory_warn_bytes", "memory_recycle_bytes", "memory_kill_bytes")
 _RLIMITS = () if resource is None else tuple(sorted(name for name in vars(resource) if name.startswith("RLIMIT_")))
 _RLIMIT_NONE = -1
-_SAMPLE_S_LEAST = 0.2
-"""The samples that are kept (``sampling.SAMPLES_KEPT``) must span the time that a verdict takes (``verdict.STILL_S``)."""
 _FRAME_BYTES_LEAST = 4096
 _FRAME_BYTES_MOST = 2**32 - 1

@@ -1,5 +1,6 @@
 """Looks at real processes: what they use, whose they are, and what that costs."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from hermes_pool import health
 from hermes_pool.sampling import READ_ALL_EVERY, SAMPLES_KEPT, Attention, LinuxSource, PsutilSource, Sampler
-from hermes_pool.verdict import QUIET_S, Condition, Identity, Sample, Signs, Verdict, judge
+from hermes_pool.verdict import QUIET_S, STILL_S, Condition, Identity, Sample, Signs, Verdict, judge
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SOURCES = [pytest.param(LinuxSource, marks=linux_only), PsutilSource]
@@ -258,8 +259,19 @@ def test_unique_memory_is_measured_again_only_after_something_has_happened(start
         assert sample.unique_bytes is not None
 
 
+def test_samples_span_some_time_however_often_it_is_looked(start) -> None:
+    ticks = itertools.count()
+    worker, sampler = start(), Sampler(lambda: next(ticks) / 20)
+    for _ in range(8 * SAMPLES_KEPT):
+        last = look(sampler, worker)
+    samples = sampler.samples(worker.identity)
+    assert samples[-1] == last
+    assert samples[-1].at - samples[0].at > STILL_S
+
+
 def test_memory_of_it_is_bounded_and_ends_with_forgetting(start) -> None:
-    worker, sampler = start(), Sampler()
+    seconds = itertools.count()
+    worker, sampler = start(), Sampler(lambda: float(next(seconds)))
     for _ in range(SAMPLES_KEPT + 5):
         last = look(sampler, worker)
     idle = [look(sampler, worker, attention=Attention.PASSING) for _ in range(5)]
