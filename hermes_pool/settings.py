@@ -159,7 +159,7 @@ class PoolSettings:
     start_probe_max_s: float = 120.0
     """The longest time until the next such start."""
 
-    sample_s: float = 10.0
+    sample_s: float = 20.0
     """How often all workers are looked at: memory, CPU time, what they have started. One in a turn whose state is in
     doubt is looked at more often."""
     wedged_after_s: float = 60.0

@@ -19,6 +19,8 @@ from _bench.stats import percentile
 MEBI = 1024 * 1024
 PAUSE_S = 0.3
 """Pause before a new session. A pool with spares makes the next one ready in it; all others get the same."""
+SETTLED_S = 23.0
+"""Until idle sessions are at rest: a pool that looks at its workers does so every twenty seconds."""
 Values = dict[str, float]
 Make = Callable[[Situation], Fleet]
 
@@ -211,8 +213,8 @@ async def idle(make: Make, *, seconds: float) -> Values:
         async with make(Situation(sessions=sessions)) as fleet:
             for number in range(0, sessions, 10):
                 await asyncio.gather(*(fleet.send(str(each), "hello") for each in range(number, number + 10)))
-            # What is stored is stored by then, and the workers have gone to sleep.
-            await asyncio.sleep(3.0)
+            # What is stored is stored by then, the workers have gone to sleep, and all have been looked at once.
+            await asyncio.sleep(SETTLED_S)
             # Looking takes effort too: from outside to inside before, from inside to outside after.
             workers_before = _workers_switches()
             switches_before = sum(_switches(os.getpid()))
