@@ -294,8 +294,7 @@ class Zygote:
         for waiting in (self._preloaded, self._forked):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
-        if not self._preloaded.cancelled():
-            self._preloaded.exception()  # seen, also where nobody waits
+                waiting.exception()  # seen, also where nobody waits
         for child in list(self._children.values()):
             child.status_is_lost()
 
