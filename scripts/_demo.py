@@ -166,13 +166,13 @@ class Demo:
             return False
 
     def workers(self) -> set[int]:
-        """Return the workers among our own descendants; the process that they are forked from is none."""
+        """Return the workers among our own descendants; what they are forked from, and their guardian, are none."""
         found = set()
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 command = process.cmdline()
-                is_zygote = "--zygote" in command and process.ppid() == os.getpid()
-                if not is_zygote and any("hermes_pool_worker" in argument for argument in command):
+                is_helper = "--guardian" in command or ("--zygote" in command and process.ppid() == os.getpid())
+                if not is_helper and any("hermes_pool_worker" in argument for argument in command):
                     found.add(process.pid)
         return found
 
