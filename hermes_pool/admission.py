@@ -90,6 +90,10 @@ class Occupant(Protocol):
     def in_turn(self) -> bool:
         """Whether it has a turn, be it between two workers."""
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether its worker is ready and has no turn; it may have work in the background."""
+
     def idle_s(self) -> float | None:
         """Return for how long its worker has had nothing to do; ``None`` when it has, or there is none."""
 
@@ -514,4 +518,4 @@ class Admission:
 
 def _unanswered(session: Occupant) -> int:
     """Count the messages of a session that are in line or on their way; a session that goes dormant counts as one."""
-    return session.waiting + (not session.at_rest and session.idle_s() is None)
+    return session.waiting + (not session.at_rest and not session.is_resting)

@@ -42,7 +42,7 @@ STACKS_S = 0.5
 LARGE_FRAME_BYTES = 16 * 1024
 """While frames are that large, much is read at once."""
 UNASKED_MAX = 10_000
-"""Most frames of a worker that nobody waits for, such as those of a turn that is over."""
+"""Most frames of a worker that nobody waits for, such as those of a turn that is over, from one turn to the next."""
 STDERR_LINES_AT_ONCE_MAX = 1000
 """Of one read, only so many lines are logged, the last: each costs the host 20 us, and the loop waits meanwhile."""
 STDERR_LINE_CHARS = 2000
@@ -183,6 +183,7 @@ class WorkerLink:
         self.asked_at: float | None = None
         """When it was asked for a sign of life (monotonic time); ``None`` when it owes none."""
         self._pings = 0
+        self._answered = 0  # the latest ping that was
         self._unasked = 0
         self._has_told_imports = False
         self._overhears: Callable[[str], None] | None = None
@@ -263,6 +264,12 @@ class WorkerLink:
         if self.process is not None:
             self.process.write(self._encoder.encode(message))
 
+    def hand_over(self, turn: wire.Turn) -> None:
+        """Give it a turn; what it sends unasked is counted anew from here on, unless it was too much already."""
+        if self._unasked < UNASKED_MAX:
+            self._unasked = 0
+        self.send(turn)
+
     def ask(self) -> None:
         """Ask for a sign of life, unless it owes one already; whatever it sends next is one."""
         if self.asked_at is None:
@@ -320,6 +327,8 @@ class WorkerLink:
             elif isinstance(message, wire.Imported) and not self._has_told_imports:
                 self._has_told_imports = True
                 self._on_imported(message.modules)
+            elif isinstance(message, wire.Pong) and self._answered < message.number <= self._pings:
+                self._answered = message.number
             elif (awaited := self._awaited.get(type(message))) is not None and not awaited.done():
                 awaited.set_result(message)
             else:

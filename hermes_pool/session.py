@@ -110,7 +110,7 @@ class Session:
         Work in the background is something to do, for ``background_timeout_s``: so not even where room is needed a
         worker goes that has any. What only shows as a process is looked for when the worker is about to go.
         """
-        if self.state is not State.IDLE or self._lock.locked() or self.works_on:
+        if not self.is_resting or self.works_on:
             return None
         return self._loop.time() - self._idle_since
 
@@ -130,7 +130,7 @@ class Session:
             create_time=process.create_time if process is not None else None,
             incarnation=ledger.incarnation,
             uptime_s=now - link.started_at if link is not None and process is not None else None,
-            idle_s=now - self._background.resting_since if self._is_resting else None,
+            idle_s=now - self._background.resting_since if self.is_resting else None,
             jobs=self._background.names,
             turn_s=now - self._turn.began_at if self._turn is not None else None,
             verdict=None if judgement is None else judgement.verdict.value,
@@ -147,7 +147,8 @@ class Session:
         )
 
     @property
-    def _is_resting(self) -> bool:
+    def is_resting(self) -> bool:
+        """Whether its worker is ready and has no turn; it may have work in the background."""
         return self.state is State.IDLE and not self._lock.locked()
 
     async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False, reason: str = "idle") -> bool:
@@ -437,7 +438,7 @@ class Session:
         self._turn = turn
         self.place.became(Event.TURN_BEGUN)
         assert self.place.link is not None  # noqa: S101 - for the type checker: an idle session has one
-        self.place.link.send(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
+        self.place.link.hand_over(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
         self._clocks.watch(turn)
 
     def heard(self, message: Any) -> None:

@@ -302,12 +302,13 @@ def test_every_direct_dependency_is_pinned_within_its_range():
 
 
 def test_what_both_sides_say_is_the_same_though_they_share_no_module():
-    from hermes_pool import health, link, process
+    from hermes_pool import environment, health, link, process
     from hermes_pool_worker import __main__ as program
     from hermes_pool_worker import kin, lifeline, limits, serve
 
     assert health.MARKER_VARIABLE == kin.MARKER_VARIABLE
     assert process.LIFELINE_VARIABLE == lifeline.VARIABLE
     assert health.STACKS_SIGNAL == limits.STACKS_SIGNAL
+    assert environment.RLIMITS_VARIABLE == limits.RLIMITS_VARIABLE
     assert limits.EXIT_UNUSABLE == serve.EXIT_UNUSABLE
     assert link.EXIT_UNUSABLE == serve.EXIT_UNUSABLE == program.EXIT_UNUSABLE

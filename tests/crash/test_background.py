@@ -12,7 +12,7 @@ import pytest
 from conftest import OpenPool, until
 from outside import gone, hermes_of, never, process_of, row_of
 
-from hermes_pool import HermesSessionManager, SessionKey
+from hermes_pool import Drained, HermesSessionManager, SessionKey
 from hermes_pool.errors import PoolFullError
 from hermes_pool.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
@@ -87,6 +87,19 @@ async def test_a_job_that_never_ends_is_abandoned_at_the_cap_and_named(
     assert hermes_of(tmp_path / "state", "c")["last_error"] == row.last_error
     assert (await pool.send("c", "/count")).text == "2"
     assert (await row_of(pool, "c")).last_error is None
+
+
+async def test_a_drain_waits_for_messages_and_not_for_work_in_the_background(
+    open_pool: OpenPool, faulty: Faulty, tmp_path: Path
+) -> None:
+    pool = await open_pool(**faulty("works_after_its_turn"), worker_cwd=tmp_path)
+    await pool.send("c", "job never")
+    worker = await process_of(pool, "c")
+    assert await pool.drain(10) == Drained(0, 0)
+    assert not gone(worker)  # idle workers stay
+    assert (await row_of(pool, "c")).jobs == ("job never",)
+    pool.resume()
+    assert (await pool.send("c", "/count")).text == "2"
 
 
 @LAUNCHERS

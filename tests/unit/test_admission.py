@@ -23,7 +23,6 @@ from hermes_pool.admission import Admission, Idle, Waiter, gain
 from hermes_pool.condition import MAY_BECOME, Condition, Drained
 from hermes_pool.lifecycle import ALIVE, State
 from hermes_pool.line import FairLine
-from hermes_pool.snapshot import SessionSnapshot
 
 MB = 1024 * 1024
 
@@ -48,9 +47,9 @@ class Actor:
     def idle_s(self) -> float | None:
         return asyncio.get_running_loop().time() - self._idle_since if self.state is State.IDLE else None
 
-    def snapshot(self) -> SessionSnapshot:
-        turn_s = 0.0 if self.in_turn else None
-        return SessionSnapshot(conversation_id=self.key.conversation_id, state=self.state.value, turn_s=turn_s)
+    @property
+    def is_resting(self) -> bool:
+        return self.state is State.IDLE
 
     async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False) -> bool:
         assert room_is_needed

@@ -1,11 +1,13 @@
 import signal
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_pool.link import STDERR_LINE_CHARS, Death, StderrTail
+from hermes_pool.link import STDERR_LINE_CHARS, UNASKED_MAX, Death, StderrTail, WorkerLink
 from hermes_pool.process import Exit
+from hermes_pool_worker import wire
 
 
 @given(st.lists(st.binary(max_size=30)), st.data())
@@ -45,3 +47,80 @@ def test_the_tail_is_bounded_and_every_line_is_told_once() -> None:
 )
 def test_a_death_in_words(death: Death, words: str) -> None:
     assert str(death) == words
+
+
+# --- what nobody has asked for ---
+
+
+class Process:
+    """A worker that keeps what it is told, and what it was signalled."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.signals: list[int] = []
+        self._decoder: wire.FrameDecoder[Any] = wire.FrameDecoder(wire.ToWorker)
+
+    def write(self, data: bytes | bytearray) -> None:
+        self.told += self._decoder.feed(bytes(data))
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+class Listener:
+    """Whose worker it is: no turn runs, so nothing that belongs to one has an addressee."""
+
+    link: WorkerLink
+
+    def link_heard(self, message: Any) -> None:
+        self.link.note_unasked()
+
+
+def linked() -> tuple[WorkerLink, Any]:
+    listener: Any = Listener()
+    link = WorkerLink("m", listener, frame_bytes_max=1 << 20, stderr_lines_max=5, on_imported=lambda _: None)
+    listener.link = link
+    process: Any = Process()
+    link.process = process
+    return link, process
+
+
+def say(link: WorkerLink, message: wire.Message) -> None:
+    link.stdout_received(bytes(wire.encode(message)))
+
+
+async def test_a_worker_that_answers_every_ping_may_do_so_for_ever() -> None:
+    link, process = linked()
+    for _ in range(UNASKED_MAX + 5):
+        link.ask()
+        assert link.asked_at is not None
+        say(link, wire.Pong(process.told[-1].number))
+        assert link.asked_at is None
+    assert not process.signals
+
+
+async def test_one_that_answers_the_same_ping_again_and_again_is_ended() -> None:
+    link, process = linked()
+    link.ask()
+    for _ in range(UNASKED_MAX):
+        say(link, wire.Pong(1))
+    assert not process.signals
+    say(link, wire.Pong(1))
+    assert process.signals == [signal.SIGKILL]
+
+
+async def test_late_frames_of_many_turns_do_not_add_up_and_those_of_one_turn_do() -> None:
+    link, process = linked()
+    late = wire.Status("turn-0", 1, "late")
+    for number in range(3):
+        link.hand_over(wire.Turn(f"turn-{number}", 1, "hello"))
+        for _ in range(UNASKED_MAX // 2):
+            say(link, late)
+    assert not process.signals
+    assert [message.turn_id for message in process.told] == ["turn-0", "turn-1", "turn-2"]
+    for _ in range(UNASKED_MAX // 2):
+        say(link, late)
+    assert process.signals == [signal.SIGKILL]
+    link.hand_over(wire.Turn("turn-3", 1, "hello"))
+    say(link, late)
+    assert process.signals == [signal.SIGKILL]  # once condemned, it stays so
