@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, cast
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, IntegrityError, NoInspectionAvailable, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, NoInspectionAvailable, ProgrammingError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import registry
 from sqlalchemy.schema import CreateTable
@@ -423,8 +423,9 @@ def _made_engine(url: sa.URL, timeout_s: float) -> sa.Engine:
         try:
             with engine.begin() as connection:
                 connection.execute(create)
-        except IntegrityError:
-            # On PostgreSQL two that create one table at once may both get past "if not exists".
+        except (IntegrityError, ProgrammingError):
+            # On PostgreSQL two that create one table at once may both get past "if not exists"; it tells the later one
+            # that the name is taken, in one of its catalogues or the other.
             with engine.begin() as connection:
                 connection.execute(create)
     except BaseException:
