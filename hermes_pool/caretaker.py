@@ -15,7 +15,7 @@ from hermes_pool.lifecycle import State
 from hermes_pool.memory import Action, Activity, MemoryLimits, MemoryPolicy, Usage
 from hermes_pool.sampling import Attention, Sampler, since_boot
 from hermes_pool.settings import PoolSettings
-from hermes_pool.threads import in_thread
+from hermes_pool.threads import in_thread_or_here
 from hermes_pool.verdict import Identity, Judgement, Pulse, Sample, Signs, Verdict, judge
 
 CLOSE_EVERY_S = 2.0
@@ -93,24 +93,26 @@ class Caretaker:
             self._pulse.beat(due=due, now=now, since_boot=since_boot())
             wards = {worker: ward for ward in self._wards() if (worker := ward.worker) is not None}
             in_turn = {worker: ward for worker, ward in wards.items() if ward.state is State.BUSY}
+            try:
+                await self._look(wards, in_turn, at_all=now >= look_at_all)
+            except OSError as error:  # no descriptor is to be had, say: at the next look there may be one again
+                self._log.warning("look_failed", error=str(error))
             if now >= look_at_all:
-                await self._look(wards, in_turn)
                 look_at_all = loop.time() + self._settings.sample_s
-            elif in_turn:
-                await self._look(in_turn, in_turn)
             due = min(look_at_all, loop.time() + CLOSE_EVERY_S) if in_turn else look_at_all
 
-    async def _look(self, wards: dict[Identity, Ward], in_turn: dict[Identity, Ward]) -> None:
-        if not wards:
+    async def _look(self, wards: dict[Identity, Ward], in_turn: dict[Identity, Ward], *, at_all: bool) -> None:
+        looked_at = wards if at_all else in_turn
+        if not looked_at:
             return
         for ward in in_turn.values():
             ward.ask()
-        wanted = {worker: Attention.CLOSE if worker in in_turn else Attention.PASSING for worker in wards}
+        wanted = {worker: Attention.CLOSE if worker in in_turn else Attention.PASSING for worker in looked_at}
         above = self._policy.unique_above_bytes
-        seen = await in_thread(partial(self._sampler.look, wanted, unique_above_bytes=above))
+        await in_thread_or_here(partial(self._sampler.look, wanted, unique_above_bytes=above))
         here = {worker: ward for worker, ward in wards.items() if ward.worker == worker}
-        self._judge(here)
-        self._keep_small(here, seen)
+        self._judge({worker: ward for worker, ward in here.items() if worker in looked_at})
+        self._keep_small(here)  # all of them: a total of some would mean nothing
 
     def _judge(self, wards: dict[Identity, Ward]) -> None:
         for worker, ward in wards.items():
@@ -131,16 +133,18 @@ class Caretaker:
         silent_s = signs.now - max(signs.heard_at, signs.trusted_from)
         return not signs.begun or silent_s >= self._settings.wedged_after_s
 
-    def _keep_small(self, wards: dict[Identity, Ward], seen: dict[Identity, Sample]) -> None:
+    def _keep_small(self, wards: dict[Identity, Ward]) -> None:
+        seen = [(worker, ward, self._sampler.samples(worker)) for worker, ward in wards.items()]
         usages = [
             Usage(
                 worker=worker,
                 activity=Activity.IDLE if ward.state is State.IDLE and not ward.works_on else Activity.IN_TURN,
                 age_s=ward.worker_age_s,
-                unique_bytes=seen[worker].unique_bytes,
-                rss_bytes=seen[worker].rss_bytes,
+                unique_bytes=samples[-1].unique_bytes,
+                rss_bytes=samples[-1].rss_bytes,
             )
-            for worker, ward in wards.items()
+            for worker, ward, samples in seen
+            if samples
         ]
         plan = self._policy.decide(usages, lambda worker: self._worth(wards[worker]))
         for worker, decided in plan.workers.items():

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from hermes_pool import health
 from hermes_pool.errors import NoCapacityError, WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
 from hermes_pool.process import Command, Exit, Launcher, WorkerProcess
-from hermes_pool.threads import in_thread
+from hermes_pool.threads import in_thread_or_here
 from hermes_pool.verdict import stacks_of
 from hermes_pool_worker import wire
 
@@ -285,7 +285,7 @@ class WorkerLink:
         process = self.process
         if process is None or health.STACKS_SIGNAL is None or self._exit is not None:
             return ()
-        if not await in_thread(partial(health.catches, process.pid, health.STACKS_SIGNAL)):
+        if not await in_thread_or_here(partial(health.catches, process.pid, health.STACKS_SIGNAL)):
             return ()
         lines: list[str] = []
         self._overhears = lines.append
@@ -440,7 +440,7 @@ class WorkerLink:
         """Return what is below it. To be asked while it lives: afterwards nothing tells whose they were."""
         if self.process is None or self.death is not None:
             return {}
-        found = await in_thread(partial(health.descendants, self.process.pid, self.process.create_time))
+        found = await in_thread_or_here(partial(health.descendants, self.process.pid, self.process.create_time))
         return {each.pid: each for each in found}
 
     async def _signal(self, term_grace_s: float, family: "Family") -> str:
@@ -454,7 +454,7 @@ class WorkerLink:
             if await self._died_within(term_grace_s):
                 return "terminated"
         process.send_signal(_SIGKILL)
-        await in_thread(partial(health.kill, family.values()))
+        await in_thread_or_here(partial(health.kill, family.values()))
         await self._died_within(KILLED_EXIT_S)
         return "killed"
 
@@ -463,7 +463,7 @@ class WorkerLink:
         if self.process is None:
             return Stopped(status, rung)
         worker = self.process.pid, self.process.create_time
-        strays, left = await in_thread(partial(_end_family, worker, self.marker, family))
+        strays, left = await in_thread_or_here(partial(_end_family, worker, self.marker, family))
         return Stopped(status, rung, strays, worker, left)
 
     async def _died_within(self, seconds: float) -> bool:

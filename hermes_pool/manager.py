@@ -29,7 +29,7 @@ from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool.start import Starter
 from hermes_pool.store import ConversationStore
-from hermes_pool.threads import in_thread
+from hermes_pool.threads import in_thread_or_here
 from hermes_pool.turn import Reply, Turn
 from hermes_pool_worker import wire
 
@@ -208,7 +208,7 @@ class HermesSessionManager:
         """Return all sessions of this pool as they are now, with what the operating system says of their processes."""
         rows = [session.snapshot() for session in self._sessions.values()] + self._around.starter.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
-        looks = dict(zip(identities, await in_thread(partial(health.look_all, identities)), strict=True))
+        looks = dict(zip(identities, await in_thread_or_here(partial(health.look_all, identities)), strict=True))
         deaths = {(report.conversation_id, report.user_id): report.report_id for report in self._reports}
         seen = []
         for row in rows:
@@ -354,10 +354,14 @@ class HermesSessionManager:
                 for session in self._sessions.values()
                 if (idle_s := session.idle_s()) is not None and idle_s >= self.settings.idle_timeout_s
             ]
-            await asyncio.gather(
+            results = await asyncio.gather(
                 *(session.hibernate(self.settings.idle_timeout_s) for session in idle),
                 *(session.ledger.save() for session in list(self._sessions.values()) if session.ledger.unsaved),
+                return_exceptions=True,  # what fails for one must not end the sweeps of all
             )
+            for error in results:
+                if isinstance(error, Exception):
+                    self._log.error("sweep_failed", error=repr(error), exc_info=error)
 
     def _save_soon(self, session: Session) -> None:
         """Have a session stored, beside the turns: soon when its identity is new, else within ``SAVE_EVERY_S``."""

@@ -36,7 +36,7 @@ from hermes_pool.sampling import Sampler
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.start import Starter
 from hermes_pool.store import ConversationStore
-from hermes_pool.threads import in_thread
+from hermes_pool.threads import in_thread_or_here
 from hermes_pool.turn import Turn
 from hermes_pool.verdict import Identity, Judgement, Verdict
 from hermes_pool_worker import wire
@@ -240,7 +240,7 @@ class Place:
         worker = self._ledger.worker
         if self.link is None or worker is None:
             return ()
-        return await in_thread(partial(health.begun_later, *worker, self._ready_after_s, self._servers))
+        return await in_thread_or_here(partial(health.begun_later, *worker, self._ready_after_s, self._servers))
 
     # --- vacating it ---
 
@@ -367,6 +367,6 @@ async def _sweep_up(marker: str, sampler: Sampler, worker: Identity | None) -> N
     try:
         await asyncio.sleep(SWEEP_UP_AFTER_S)
     finally:  # also when the pool closes before
-        await in_thread(lambda: (kill_strays(marker), worker is not None and health.kill(sampler.kin(worker))))
+        await in_thread_or_here(lambda: (kill_strays(marker), worker is not None and health.kill(sampler.kin(worker))))
         if worker is not None:
             sampler.forget(worker)

@@ -14,11 +14,15 @@ KEPT_S = 1.0
 since whoever starts it waits for the interpreter's lock until it runs."""
 
 
+class NoThreadError(OSError):
+    """The system has no thread left to give."""
+
+
 async def in_thread(work: Callable[[], T], done: Callable[[], None] = lambda: None) -> T:
     """Return what ``work`` returns, and call ``done`` on the loop when it has really ended.
 
     Daemon threads, and none of an executor: the interpreter waits for those at its end, for ever if a database hangs,
-    and the host's own work cannot keep ours waiting. ``OSError`` where no thread can be started.
+    and the host's own work cannot keep ours waiting. ``NoThreadError``, an ``OSError``, where none can be started.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -44,8 +48,19 @@ async def in_thread(work: Callable[[], T], done: Callable[[], None] = lambda: No
         _hand_over(run)
     except RuntimeError as error:
         done()
-        raise OSError("no thread could be started") from error
+        raise NoThreadError("no thread could be started") from error
     return await future
+
+
+async def in_thread_or_here(work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, also where no thread can be started: then it blocks the event loop for as long.
+
+    For what takes milliseconds and must be done all the same: to end processes where there are too many of them.
+    """
+    try:
+        return await in_thread(work)
+    except NoThreadError:
+        return work()
 
 
 _Inbox = queue.SimpleQueue[Callable[[], None]]

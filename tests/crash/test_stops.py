@@ -1,7 +1,9 @@
 """Wanted ends are no crashes, deaf workers are bounded, and states are true afterwards (CASES C21)."""
 
 import asyncio
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -221,4 +223,30 @@ async def test_a_frozen_worker_is_stopped_as_well(open_pool: OpenPool) -> None:
     assert stopped is not None
     assert stopped.rung == "killed"
     assert gone(worker)
+    assert (await pool.send("c", "/count")).text == "2"
+
+
+@pytest.mark.parametrize("launcher", ["zygote", "spawn"])
+async def test_a_worker_is_stopped_and_mourned_also_where_no_thread_can_be_started(
+    open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    pool = await open_pool(launcher=launcher)
+    await asyncio.gather(pool.send("c", "hello"), pool.send("d", "hello"))
+    workers = {row.conversation_id: row.pid for row in await pool.sessions()}
+    await until(lambda: not [each for each in threading.enumerate() if each.name == "hermes-pool"], "no thread is kept")
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    os.kill(workers["d"], signal.SIGKILL)
+    stopped = await asyncio.wait_for(pool.stop("c"), 10)
+    assert stopped is not None
+    assert (stopped.rung, stopped.left) == ("closed", ())
+    rows = {row.conversation_id: row for row in await pool.sessions()}
+    assert {name: (row.state, row.pid) for name, row in rows.items()} == {
+        "c": ("stopped", None),
+        "d": ("stopped", None),
+    }
+    monkeypatch.undo()
     assert (await pool.send("c", "/count")).text == "2"
