@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hermes_pool.condition import Drained
+    from hermes_pool.conversation.turn import Reply, Turn
+    from hermes_pool.crash_report import DeathReport
     from hermes_pool.errors import (
         AgentFailedError,
         ConversationBusyError,
@@ -36,13 +37,12 @@ if TYPE_CHECKING:
         WorkerStartTimeoutError,
         WorkerUnusableError,
     )
-    from hermes_pool.link import Stopped
     from hermes_pool.manager import HermesSessionManager
-    from hermes_pool.report import DeathReport
+    from hermes_pool.process.connection import Stopped
+    from hermes_pool.scheduling.pool_state import Drained
     from hermes_pool.settings import PoolSettings, SessionKey
     from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
-    from hermes_pool.store import Conversation, ConversationStore
-    from hermes_pool.turn import Reply, Turn
+    from hermes_pool.storage.store import Conversation, ConversationStore
     from hermes_pool_worker.wire import (
         BackgroundFinished,
         Question,
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 _HOME = {
     "AgentFailedError": "hermes_pool.errors",
     "BackgroundFinished": "hermes_pool_worker.wire",
-    "Conversation": "hermes_pool.store",
+    "Conversation": "hermes_pool.storage.store",
     "ConversationBusyError": "hermes_pool.errors",
-    "ConversationStore": "hermes_pool.store",
-    "DeathReport": "hermes_pool.report",
-    "Drained": "hermes_pool.condition",
+    "ConversationStore": "hermes_pool.storage.store",
+    "DeathReport": "hermes_pool.crash_report",
+    "Drained": "hermes_pool.scheduling.pool_state",
     "HermesPoolError": "hermes_pool.errors",
     "HermesSessionManager": "hermes_pool.manager",
     "InvalidKeyError": "hermes_pool.errors",
@@ -79,7 +79,7 @@ _HOME = {
     "PoolUnusableError": "hermes_pool.errors",
     "Question": "hermes_pool_worker.wire",
     "ReasoningDelta": "hermes_pool_worker.wire",
-    "Reply": "hermes_pool.turn",
+    "Reply": "hermes_pool.conversation.turn",
     "RestartBackoffError": "hermes_pool.errors",
     "SessionKey": "hermes_pool.settings",
     "SessionMoved": "hermes_pool_worker.wire",
@@ -87,12 +87,12 @@ _HOME = {
     "SettingsError": "hermes_pool.errors",
     "StateNotWritableError": "hermes_pool.errors",
     "Status": "hermes_pool_worker.wire",
-    "Stopped": "hermes_pool.link",
+    "Stopped": "hermes_pool.process.connection",
     "StoreError": "hermes_pool.errors",
     "TextDelta": "hermes_pool_worker.wire",
     "ToolFinished": "hermes_pool_worker.wire",
     "ToolStarted": "hermes_pool_worker.wire",
-    "Turn": "hermes_pool.turn",
+    "Turn": "hermes_pool.conversation.turn",
     "TurnCancelledError": "hermes_pool.errors",
     "TurnError": "hermes_pool.errors",
     "TurnInterruptedError": "hermes_pool.errors",

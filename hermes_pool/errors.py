@@ -6,7 +6,7 @@ SQLAlchemy, asyncio) ever reaches a caller.
 
 from collections.abc import Sequence
 
-from hermes_pool.report import DeathReport
+from hermes_pool.crash_report import DeathReport
 
 
 class HermesPoolError(Exception):

@@ -13,24 +13,25 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from hermes_pool import control, health
-from hermes_pool.admission import Admission
-from hermes_pool.caretaker import Caretaker
-from hermes_pool.condition import Condition, Drained
+from hermes_pool.control import messages, server
+from hermes_pool.conversation.session import Session
+from hermes_pool.conversation.turn import Reply, Turn
+from hermes_pool.conversation.worker_slot import Surroundings
+from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import HermesPoolError, PoolClosedError
 from hermes_pool.lifecycle import State
-from hermes_pool.link import Stopped
-from hermes_pool.log import logger
-from hermes_pool.place import Surroundings
-from hermes_pool.report import DeathReport
-from hermes_pool.sampling import Sampler
-from hermes_pool.session import Session
+from hermes_pool.process.connection import Stopped
+from hermes_pool.process.factory import Starter
+from hermes_pool.scheduling.admission import Admission
+from hermes_pool.scheduling.monitor import Caretaker
+from hermes_pool.scheduling.pool_state import Condition, Drained
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
-from hermes_pool.start import Starter
-from hermes_pool.store import ConversationStore
-from hermes_pool.threads import in_thread_or_here
-from hermes_pool.turn import Reply, Turn
+from hermes_pool.storage.store import ConversationStore
+from hermes_pool.system import processes
+from hermes_pool.system.log import logger
+from hermes_pool.system.sampler import Sampler
+from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
 
 SAVE_EVERY_S = 1.0
@@ -107,7 +108,7 @@ class HermesSessionManager:
             sampler=self._sampler,
         )
         self._started_at = datetime.now(UTC)
-        self._control = control.ControlServer(settings.state_dir, self._answer)
+        self._control = server.ControlServer(settings.state_dir, self._answer)
         try:
             await self._control.start()
         except HermesPoolError as error:  # nobody can look in from outside; no reason to answer nobody
@@ -208,7 +209,7 @@ class HermesSessionManager:
         """Return all sessions of this pool as they are now, with what the operating system says of their processes."""
         rows = [session.snapshot() for session in self._sessions.values()] + self._around.starter.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
-        looks = dict(zip(identities, await in_thread_or_here(partial(health.look_all, identities)), strict=True))
+        looks = dict(zip(identities, await in_thread_or_here(partial(processes.look_all, identities)), strict=True))
         deaths = {(report.conversation_id, report.user_id): report.report_id for report in self._reports}
         seen = []
         for row in rows:
@@ -393,42 +394,42 @@ class HermesSessionManager:
 
     # --- from outside ---
 
-    async def _answer(self, request: control.Request) -> control.Response:
+    async def _answer(self, request: messages.Request) -> messages.Response:
         match request:
-            case control.Ps():
+            case messages.Ps():
                 rows = await self.sessions()
-                return control.PsReply(rows, os.getpid(), _version(), self._started_at.isoformat(), self.pool())
-            case control.Stop():
+                return messages.PsReply(rows, os.getpid(), _version(), self._started_at.isoformat(), self.pool())
+            case messages.Stop():
                 await self.stop(SessionKey(request.conversation_id, request.user_id))
-                return control.Done()
-            case control.Pause():
+                return messages.Done()
+            case messages.Pause():
                 running = await self.pause(request.deadline_s)
-                return control.Done("paused" if not running else f"paused; {_turns(running)} still running")
-            case control.Resume():
+                return messages.Done("paused" if not running else f"paused; {_turns(running)} still running")
+            case messages.Resume():
                 self.resume()
-                return control.Done("resumed")
-            case control.Drain():
+                return messages.Done("resumed")
+            case messages.Drain():
                 drained = await self.drain(request.deadline_s)
                 told = f"{_turns(drained.finished)} finished, {drained.cut} cut"
-                return control.Done(f"{self.pool().condition}; {told}")
-            case control.Resize():
+                return messages.Done(f"{self.pool().condition}; {told}")
+            case messages.Resize():
                 self.resize(request.workers_max)
                 pool = self.pool()
-                return control.Done(f"{pool.workers} of {pool.workers_max} workers")
-            case control.Deaths():
-                return control.DeathsReply(self.deaths())
-            case control.Reset():
+                return messages.Done(f"{pool.workers} of {pool.workers_max} workers")
+            case messages.Deaths():
+                return messages.DeathsReply(self.deaths())
+            case messages.Reset():
                 if request.conversation_id is None:
                     self.reset()
-                    return control.Done("starts are let in")
+                    return messages.Done("starts are let in")
                 key = SessionKey(request.conversation_id, request.user_id)
                 self.reset(key)
-                return control.Done("reset" if key in self._sessions else "it is not known here: nothing to reset")
-            case control.Release():
+                return messages.Done("reset" if key in self._sessions else "it is not known here: nothing to reset")
+            case messages.Release():
                 key = SessionKey(request.conversation_id, request.user_id)
                 if not self.release(key, request.fingerprint):
-                    return control.Failed(f"no message of it with the fingerprint {request.fingerprint} has killed")
-                return control.Done("released")
+                    return messages.Failed(f"no message of it with the fingerprint {request.fingerprint} has killed")
+                return messages.Done("released")
 
 
 def _turns(count: int) -> str:

@@ -1,8 +1,46 @@
 """Pool and sessions as the outside sees them: what ``HermesSessionManager`` tells and ``hermes-pool ps`` shows."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from hermes_pool.breakers import BreakerSnapshot, BreakerState
+
+class BreakerState(StrEnum):
+    """Whether a breaker lets tries in."""
+
+    CLOSED = "closed"
+    """All are let in."""
+    OPEN = "open"
+    """None is, until its time has come."""
+    HALF_OPEN = "half_open"
+    """One is, and decides: its success closes, its failure opens again for longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BreakerSnapshot:
+    """A breaker at one moment."""
+
+    state: str
+    """A ``BreakerState``."""
+    failures: int
+    """Those that count now: deaths in the window, or failed starts in a row."""
+    failures_max: int
+    """For restarts the most that are allowed, for starts the number at which the breaker opens."""
+    retry_after_s: float | None = None
+    """In how many seconds the next try is let in; ``None`` where nobody has to wait."""
+    last_error: str | None = None
+    """What opened it, where it knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KillerSnapshot:
+    """A message that has ended workers. Its text is nowhere kept."""
+
+    fingerprint: str
+    """Of the text; a name for it in this process only."""
+    deaths: int
+    """How many workers have died of it."""
+    quarantined: bool
+    """Whether it is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hermes_pool import HermesSessionManager, PoolSettings, Reply, TextDelta
-from hermes_pool.scripted_model import SLOW_PIECE_S, ScriptedModel, write_hermes_home
+from hermes_pool.testing.scripted_model import SLOW_PIECE_S, ScriptedModel, write_hermes_home
 
 ADA, GRACE = "ada", "grace"
 TURNS = 10

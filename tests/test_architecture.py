@@ -21,75 +21,52 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPERVISOR = ROOT / "hermes_pool"
 WORKER = ROOT / "worker" / "hermes_pool_worker"
 
-PURE = {
-    "errors",
-    "settings",
-    "lifecycle",
-    "snapshot",
-    "environment",
-    "stamps",
-    "report",
-    "threads",
-    "breakers",
-    "condition",
-    "line",
-    "verdict",
-    "memory",
-    "background",
-}
-EDGES = {"process", "health", "lifeline", "leftovers", "sampling", "json_sql", "store", "control", "log"}
-
 MAY_IMPORT = {
-    # Pure: the standard library and each other.
-    **dict.fromkeys(PURE, PURE),
-    # Edges: each knows one outside thing, none knows another.
-    **dict.fromkeys(EDGES, PURE),
-    "store": PURE | {"json_sql"},
-    "lifeline": PURE | {"process"},
-    "leftovers": PURE | {"health"},
-    "sampling": PURE | {"health"},
-    # One worker, one turn.
-    "link": PURE | {"process", "health"},
-    "turn": PURE,
-    "clocks": PURE | {"turn"},
-    # A launcher like those in process, and what is started with launchers.
-    "zygote": PURE | {"process"},
-    "spares": PURE | {"link", "health"},
-    "start": PURE | {"link", "process", "health", "lifeline", "leftovers", "zygote", "spares"},
-    # Who may have a worker, and who looks after it.
-    "caretaker": PURE | {"sampling"},
-    "admission": PURE,
-    # One conversation, all conversations, the outside.
-    "ledger": PURE | {"store"},
-    "deaths": PURE | {"link", "turn"},
-    "place": PURE | {"store", "log", "link", "turn", "start", "admission", "ledger", "deaths", "health", "sampling"},
-    "session": PURE | {"link", "turn", "clocks", "start", "ledger", "deaths", "place"},
-    "manager": PURE | EDGES | {"link", "turn", "start", "session", "admission", "caretaker", "place"},
-    "render": PURE,
-    "chat": PURE | {"render", "turn", "manager", "scripted_model"},
-    "cli": PURE | EDGES | {"render", "chat", "manager"},
+    # Values and tables: what everything else speaks of.
+    "crash_report": set(),
+    "lifecycle": set(),
+    "snapshot": set(),
+    "errors": {"crash_report"},
+    "settings": {"errors"},
+    # Decisions, and each thing of the outside world by itself.
+    "policy": {"errors", "settings", "snapshot"},
+    "system": {"policy"},
+    "storage": {"errors", "settings", "system"},
+    "control": {"crash_report", "errors", "snapshot", "system"},
+    "testing": set(),
+    # Worker processes; who may have one; one conversation; all of them.
+    "process": {"errors", "policy", "settings", "snapshot", "system"},
+    "scheduling": {"errors", "lifecycle", "policy", "settings", "snapshot", "system"},
+    "conversation": {
+        "crash_report", "errors", "lifecycle", "policy", "process", "scheduling", "settings", "snapshot", "storage",
+        "system",
+    },
+    "manager": {
+        "control", "conversation", "crash_report", "errors", "lifecycle", "process", "scheduling", "settings",
+        "snapshot", "storage", "system",
+    },
+    # People.
+    "cli": {
+        "control", "conversation", "crash_report", "errors", "manager", "settings", "snapshot", "storage", "system",
+        "testing",
+    },
     "__main__": {"cli"},
-    "__init__": PURE | EDGES | {"link", "turn", "manager", "admission"},
-    # A program of its own that knows nothing of the pool.
-    "scripted_model": set(),
-}
-"""The modules of ``hermes_pool``, and which of them each may import. A new module has to be given its place here."""
+    "__init__": {
+        "conversation", "crash_report", "errors", "manager", "process", "scheduling", "settings", "snapshot", "storage",
+    },
+}  # fmt: skip
+"""The rooms of ``hermes_pool``, from the ground up, and every arrow between them: each imports these, all of these, and
+nothing else."""
 
 THIRD_PARTY = {
-    "process": {"psutil"},
-    "health": {"psutil"},
-    "sampling": {"psutil"},
-    "json_sql": {"sqlalchemy"},
-    "store": {"sqlalchemy", "sqlmodel"},
+    "process": {"msgspec", "psutil"},
+    "system": {"psutil", "structlog"},
+    "storage": {"sqlalchemy", "sqlmodel"},
     "control": {"msgspec"},
-    "zygote": {"msgspec"},
-    "turn": {"msgspec"},
-    "log": {"structlog"},
-    "render": {"typer", "rich"},
-    "chat": {"rich"},
-    "cli": {"typer"},
+    "conversation": {"msgspec"},
+    "cli": {"rich", "typer"},
 }
-"""Each library belongs to an edge, or to the command line; the middle has none, and so can be tested without any."""
+"""The libraries that each room knows."""
 
 HERMES = {
     "agent", "gateway", "hermes_cli", "hermes_constants", "hermes_state", "model_tools", "run_agent", "tools", "utils",
@@ -114,56 +91,64 @@ def tops(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(file)}
 
 
-def modules_of(file: Path, package: str, package_folder: Path) -> set[str]:
-    """The modules of a package that a file imports; ``""`` for a name of the package itself."""
-    known = {each.stem for each in sources(package_folder)}
-    found = set()
-    for name in imports(file):
-        top, _, rest = name.partition(".")
-        if top == package:
-            module = rest.partition(".")[0]
-            found.add(module if module in known else "")
-    return found
-
-
 def third_party(file: Path) -> set[str]:
     return tops(file) - sys.stdlib_module_names - {"hermes_pool", "hermes_pool_worker"}
 
 
+def room_of(file: Path) -> str:
+    """The package that a file of the supervisor is in; the file itself where it is in none."""
+    return file.relative_to(SUPERVISOR).parts[0].removesuffix(".py")
+
+
+def neighbours(file: Path) -> set[str]:
+    """The other rooms that a file imports from."""
+    rooms = {room_of(each) for each in sources(SUPERVISOR)}
+    found = {name.split(".")[1] for name in imports(file) if name.startswith("hermes_pool.")}
+    assert found <= rooms, f"{file} imports from hermes_pool itself"
+    return found - {room_of(file)}
+
+
 def named(paths: list[Path]) -> dict[str, object]:
-    return {"argvalues": paths, "ids": [path.stem for path in paths]}
+    return {"argvalues": paths, "ids": ["/".join(path.parts[-2:]) for path in paths]}
 
 
-def test_every_module_has_a_place_in_the_layers():
-    assert {file.stem for file in sources(SUPERVISOR)} == set(MAY_IMPORT)
+def test_every_room_imports_from_those_that_it_names_and_no_other():
+    found: dict[str, set[str]] = {room_of(file): set() for file in sources(SUPERVISOR)}
+    for file in sources(SUPERVISOR):
+        found[room_of(file)] |= neighbours(file)
+    assert found == MAY_IMPORT
 
 
-@pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
-def test_imports_within_the_supervisor_point_down(file):
-    assert modules_of(file, "hermes_pool", SUPERVISOR) <= MAY_IMPORT[file.stem]
+def test_imports_between_the_rooms_point_down():
+    below: set[str] = set()
+    for room, imported in MAY_IMPORT.items():
+        assert imported <= below, f"{room} imports from a room above it"
+        below.add(room)
 
 
-def test_the_layers_have_no_cycle():
-    order = {name: set(MAY_IMPORT[name]) for name in MAY_IMPORT if name not in PURE}
-    done = set(PURE)
-    while order:
-        free = {name for name, below in order.items() if below <= done}
-        assert free, f"these import each other in a circle: {sorted(order)}"
-        done |= free
-        order = {name: below for name, below in order.items() if name not in free}
+def test_the_modules_do_not_import_each_other_in_a_circle():
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sources(SUPERVISOR)}
+    above = {
+        module: {other for other in modules if any(f"{name}.".startswith(f"{other}.") for name in imports(file))}
+        for module, file in modules.items()
+    }
+    while above:
+        free = {module for module, others in above.items() if not others & set(above)}
+        assert free, f"these import each other in a circle: {sorted(above)}"
+        above = {module: others for module, others in above.items() if module not in free}
 
 
 @pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
 def test_each_library_is_known_in_one_place(file):
-    assert third_party(file) <= THIRD_PARTY.get(file.stem, set())
+    assert third_party(file) <= THIRD_PARTY.get(room_of(file), set())
 
 
 @pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
 def test_the_supervisor_knows_of_the_worker_its_wire_and_its_place_only(file):
-    taken = modules_of(file, "hermes_pool_worker", WORKER)
+    taken = {name.split(".")[1] for name in imports(file) if name.startswith("hermes_pool_worker.")}
     bare = "hermes_pool_worker" in set(imports(file))
-    assert taken <= ({"wire", ""} if bare else {"wire"})
-    assert not bare or file.stem == "start", "only the start of workers needs the folder"
+    assert taken <= {"wire"}
+    assert not bare or file.stem == "factory", "only the start of workers needs the folder"
 
 
 @pytest.mark.parametrize("file", **named(sources(WORKER)))
@@ -302,13 +287,14 @@ def test_every_direct_dependency_is_pinned_within_its_range():
 
 
 def test_what_both_sides_say_is_the_same_though_they_share_no_module():
-    from hermes_pool import environment, health, link, process
+    from hermes_pool.process import connection, environment, spawn
+    from hermes_pool.system import processes
     from hermes_pool_worker import __main__ as program
     from hermes_pool_worker import kin, lifeline, limits, serve
 
-    assert health.MARKER_VARIABLE == kin.MARKER_VARIABLE
-    assert process.LIFELINE_VARIABLE == lifeline.VARIABLE
-    assert health.STACKS_SIGNAL == limits.STACKS_SIGNAL
+    assert processes.MARKER_VARIABLE == kin.MARKER_VARIABLE
+    assert spawn.LIFELINE_VARIABLE == lifeline.VARIABLE
+    assert processes.STACKS_SIGNAL == limits.STACKS_SIGNAL
     assert environment.RLIMITS_VARIABLE == limits.RLIMITS_VARIABLE
     assert limits.EXIT_UNUSABLE == serve.EXIT_UNUSABLE
-    assert link.EXIT_UNUSABLE == serve.EXIT_UNUSABLE == program.EXIT_UNUSABLE
+    assert connection.EXIT_UNUSABLE == serve.EXIT_UNUSABLE == program.EXIT_UNUSABLE

@@ -21,7 +21,7 @@ from _bench.fleet import NotSupportedError
 from _bench.measure import Values, uss_mb
 from _bench.ours import SPARES, settings_of
 from hermes_pool import HermesSessionManager
-from hermes_pool.scripted_model import MODEL_ID, write_hermes_home
+from hermes_pool.testing.scripted_model import MODEL_ID, write_hermes_home
 
 PLAIN = Path(__file__).with_name("plain_hermes.py")
 SPARE_READY_S = 3.0
@@ -53,7 +53,7 @@ def stage() -> Iterator[Stage]:
     with (
         tempfile.TemporaryDirectory(prefix="hpb-", ignore_cleanup_errors=True) as name,
         subprocess.Popen(
-            [sys.executable, "-m", "hermes_pool.scripted_model"], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "hermes_pool.testing.scripted_model"], stdout=subprocess.PIPE, text=True
         ) as model,
     ):
         folder = Path(name)

@@ -14,7 +14,7 @@ from outside import gone, hermes_of, never, process_of, row_of
 
 from hermes_pool import Drained, HermesSessionManager, SessionKey
 from hermes_pool.errors import PoolFullError
-from hermes_pool.scripted_model import ScriptedModel, write_hermes_home
+from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
 
 Faulty = Callable[..., dict[str, Any]]

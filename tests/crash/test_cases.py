@@ -23,7 +23,7 @@ from conftest import FAULTY, Obedient, OpenPool, Pool, until
 from outside import complaints, gone, hermes_of, lines, never, process_of, row_of
 from test_kill_points import UNBOUNDED
 
-from hermes_pool import control
+from hermes_pool.control import client, messages
 from hermes_pool.errors import (
     HermesPoolError,
     PoolClosedError,
@@ -129,8 +129,8 @@ async def test_looking_from_outside_all_the_time_while_workers_are_killed(
     healths: set[str] = set()
     try:
         for number in range(60):
-            (answer,) = await asyncio.to_thread(control.query, tmp_path / "state", control.Ps(), 3.0)
-            assert isinstance(answer.response, control.PsReply), answer
+            (answer,) = await asyncio.to_thread(client.query, tmp_path / "state", messages.Ps(), 3.0)
+            assert isinstance(answer.response, messages.PsReply), answer
             rows = answer.response.sessions
             assert {row.conversation_id for row in rows} >= set(names)
             healths |= {row.health for row in rows}

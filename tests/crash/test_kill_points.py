@@ -23,10 +23,10 @@ from conftest import OpenPool, Pool, until
 from outside import complaints, gone, hermes_of, lines, process_of, row_of
 
 from hermes_pool import HermesPoolError, Reply
+from hermes_pool.conversation.session import Session
 from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerStartError
-from hermes_pool.link import WorkerLink
-from hermes_pool.scripted_model import ScriptedModel, write_hermes_home
-from hermes_pool.session import Session
+from hermes_pool.process.connection import WorkerLink
+from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
 
 Faulty = Callable[..., dict[str, Any]]

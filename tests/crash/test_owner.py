@@ -19,7 +19,7 @@ import pytest
 from conftest import FAULTY, OpenPool, alive, until
 from outside import gone, process_of, row_of
 
-from hermes_pool import lifeline
+from hermes_pool.process import lifeline
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the nets of other systems are weaker")
 

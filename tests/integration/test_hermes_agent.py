@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hermes_pool.scripted_model import CONTEXT_TOKENS, ScriptedModel, write_hermes_home
+from hermes_pool.testing.scripted_model import CONTEXT_TOKENS, ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
 
 WORKER = Path(wire.__file__).with_name("__main__.py")

@@ -30,11 +30,11 @@ from hermes_pool import (
     WorkerCrashedError,
     WorkerStartError,
     WorkerUnusableError,
-    cli,
-    link,
 )
-from hermes_pool.health import MARKER_VARIABLE
+from hermes_pool.cli import app
+from hermes_pool.process import connection
 from hermes_pool.snapshot import SessionSnapshot
+from hermes_pool.system.processes import MARKER_VARIABLE
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 REFUSAL_S = 0.005
@@ -160,7 +160,7 @@ async def test_the_latest_deaths_are_kept_the_latest_first(open_pool: OpenPool, 
 
 @pytest.mark.parametrize("command", [("deaths",), ("reset",), ("reset", "c"), ("release", "c", "cafe0123")])
 def test_without_a_supervisor_the_commands_say_so(tmp_path: Path, command: tuple[str, ...]) -> None:
-    told = CliRunner().invoke(cli.app, [*command, "--state-dir", str(tmp_path / "none")])
+    told = CliRunner().invoke(app.app, [*command, "--state-dir", str(tmp_path / "none")])
     assert (told.exit_code, told.stdout) == (1, "")
     assert told.stderr == f"hermes-pool: no supervisor runs in {tmp_path / 'none'}\n"
     assert list(tmp_path.iterdir()) == []
@@ -372,9 +372,9 @@ def test_what_carries_the_marker_and_cannot_be_ended_is_left(monkeypatch: pytest
     lost = subprocess.Popen(["sleep", "1000"], env={MARKER_VARIABLE: marker})
     try:
         with monkeypatch.context() as patched:
-            patched.setattr("hermes_pool.health.kill", lambda *_: [])
-            assert link._end_family((lost.pid, 1.0), marker, {}) == ((), (lost.pid,))
-        assert link._end_family((lost.pid, 1.0), marker, {}) == ((), ()), "a worker is no stray of itself"
+            patched.setattr("hermes_pool.system.processes.kill", lambda *_: [])
+            assert connection._end_family((lost.pid, 1.0), marker, {}) == ((), (lost.pid,))
+        assert connection._end_family((lost.pid, 1.0), marker, {}) == ((), ()), "a worker is no stray of itself"
     finally:
         lost.kill()
         lost.wait(10)
@@ -391,7 +391,7 @@ async def test_what_cannot_be_ended_is_said_to_be_left(
     psutil.Process(row.pid).suspend()
     with monkeypatch.context() as patched:
         # As with one that waits for a disk: the signal is sent, and nothing comes of it.
-        patched.setattr("hermes_pool.health.kill", lambda *_: [])
+        patched.setattr("hermes_pool.system.processes.kill", lambda *_: [])
         stopped = await pool.stop("c")
     assert stopped is not None
     assert tool in stopped.left

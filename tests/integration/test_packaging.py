@@ -167,7 +167,7 @@ def test_the_wheel_holds_two_packages_and_nothing_else(wheel):
         metadata = archive.read(f"{dist_info}/METADATA").decode()
     assert {name.partition("/")[0] for name in names} == {"hermes_pool", "hermes_pool_worker", dist_info}
     assert {"hermes_pool/py.typed", "hermes_pool_worker/py.typed"} <= names
-    assert dict(points["console_scripts"]) == {"hermes-pool": "hermes_pool.cli:app"}
+    assert dict(points["console_scripts"]) == {"hermes-pool": "hermes_pool.cli.app:app"}
     assert "Requires-Python: >=3.11" in metadata
     assert f"{dist_info}/licenses/LICENSE" in names
 

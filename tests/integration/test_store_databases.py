@@ -26,7 +26,7 @@ from sqlmodel import Field, SQLModel
 
 from hermes_pool.errors import StateNotWritableError, StoreError
 from hermes_pool.settings import SessionKey
-from hermes_pool.store import ConversationStore, SessionRecord
+from hermes_pool.storage.store import ConversationStore, SessionRecord
 
 KEY = SessionKey("c1")
 RECORD = SessionRecord(
@@ -534,7 +534,7 @@ def test_a_thread_that_hangs_does_not_keep_the_interpreter(tmp_path: Path):
         import sqlalchemy as sa
         from hermes_pool.errors import StoreError
         from hermes_pool.settings import SessionKey
-        from hermes_pool.store import ConversationStore
+        from hermes_pool.storage.store import ConversationStore
 
         engine = sa.create_engine("sqlite:///" + sys.argv[1])
         sa.event.listen(engine, "before_cursor_execute", lambda *_: threading.Event().wait(60))

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from conftest import OpenPool, alive, until
 
-from hermes_pool import HermesSessionManager, WorkerCrashedError, health
+from hermes_pool import HermesSessionManager, WorkerCrashedError
+from hermes_pool.system import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 
@@ -215,7 +216,7 @@ async def test_no_spares_while_memory_is_short(open_pool: OpenPool, monkeypatch:
         asked.append(True)
         return 0.05
 
-    monkeypatch.setattr(health, "memory_available", short)
+    monkeypatch.setattr(processes, "memory_available", short)
     pool = await open_pool(**observer(), spares=2)
     await until(lambda: asked, "the question")
     assert await ask(pool, "a", "x") == "x"

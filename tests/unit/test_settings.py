@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hermes_pool import InvalidKeyError, PoolSettings, SessionKey, SettingsError
-from hermes_pool.environment import worker_environment
+from hermes_pool.process.environment import worker_environment
 
 
 @pytest.mark.parametrize(

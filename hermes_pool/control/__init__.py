@@ -1,0 +1,1 @@
+"""The control socket: how another process sees and steers a supervisor."""

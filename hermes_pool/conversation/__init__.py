@@ -1,0 +1,1 @@
+"""One conversation: its session, its turns, and the slot for its worker."""

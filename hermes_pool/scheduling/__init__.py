@@ -1,0 +1,1 @@
+"""Who may have a worker, and who looks after it."""

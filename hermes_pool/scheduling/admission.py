@@ -1,0 +1,521 @@
+"""Who may have a worker, who makes room for whom, and whether the pool begins anything new at all.
+
+A worker needs a slot, and there are ``workers_max``. A session has its slot from the moment it is admitted (so a start
+counts before there is a process) until its process has ended; a session whose worker dies in a turn keeps it, since it
+is about to start another one. Whoever finds no slot stands in a line that is fair between users, while as many idle
+sessions as are needed go dormant, the least valuable first. Running sessions are never disturbed.
+
+A slot that becomes free is given to exactly one who waits, by whoever frees it: nobody has to look again, nobody can
+snatch it, and one who gives up between the two hands it on.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hermes_pool import lifecycle
+from hermes_pool.errors import (
+    HermesPoolError,
+    PoolClosedError,
+    PoolDrainingError,
+    PoolFullError,
+    PoolPausedError,
+    SettingsError,
+)
+from hermes_pool.lifecycle import State
+from hermes_pool.scheduling.fair_queue import FairLine
+from hermes_pool.scheduling.pool_state import MAY_BECOME, Condition, Drained
+from hermes_pool.settings import PoolSettings, SessionKey
+from hermes_pool.snapshot import PoolSnapshot
+
+LOOK_S = 0.01
+"""How often it is looked whether a turn whose worker died, or a pool that shall come to rest, is done. Never while
+turns are merely running."""
+TRY_AGAIN_S = 1.0
+"""An idle session that could not go (its metadata could not be saved) is asked again after this long."""
+HOLDS_KEPT = 64
+"""From how many turns the expected wait is reckoned."""
+
+
+# --- what an idle session is worth ------------------------------------------------------------------------------------
+
+QUICK_START_S = 1.0
+"""Starts below this are all alike: the difference is noise, and nobody waits long."""
+SMALL_BYTES = 64 * 1024 * 1024
+"""Less memory than this is not worth a thought."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """What speaks for and against an idle worker; ``None`` is "not known"."""
+
+    idle_s: float
+    start_s: float | None = None
+    """What its last start took, the resuming of its session included."""
+    memory_bytes: int | None = None
+    """What would be free without it."""
+
+
+def gain(idle: Idle) -> float:
+    """Say what is won when this worker goes: the more, the longer it idled, the more it holds, the sooner it is back.
+
+    Idle time stands for how unlikely the next message is, so this is memory times disuse for each second of a later
+    start. Only ratios matter.
+    """
+    memory_bytes = max(idle.memory_bytes or 0, SMALL_BYTES)
+    return idle.idle_s * memory_bytes / max(idle.start_s or 0.0, QUICK_START_S)
+
+
+# --- who has a slot, and who waits for one --------------------------------------------------------------------------
+
+
+class Occupant(Protocol):
+    """A session, as far as admission knows it."""
+
+    key: SessionKey
+    waiting: int
+
+    @property
+    def state(self) -> State:
+        """What its worker is doing."""
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing at all goes on: no process, no caller."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether it has a turn, be it between two workers."""
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether its worker is ready and has no turn; it may have work in the background."""
+
+    def idle_s(self) -> float | None:
+        """Return for how long its worker has had nothing to do; ``None`` when it has, or there is none."""
+
+    async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False) -> bool:
+        """Let the worker go if it still idles; say whether it went."""
+
+    async def stop(self, reason: str) -> object:
+        """End the turn that runs, and the worker."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    start_s: float | None = None
+    busy_since: float | None = None
+    """When its turn began, if the pool has been full ever since."""
+    not_before: float = 0.0
+    """Until then it is not asked to go again."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """Somebody in line. ``admitted`` gets the slot, or the refusal."""
+
+    session: Occupant
+    admitted: "asyncio.Future[_Slot]"
+
+    @property
+    def user(self) -> str | SessionKey:
+        """Whose turn it is counted as: the user's, or where there is none the conversation's own."""
+        key = self.session.key
+        return key if key.user_id is None else key.user_id
+
+
+# --- admission --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False)
+class Admission:
+    """The slots of one pool, the line before them, and the pool's condition.
+
+    ``make_room`` and ``changed`` are called by the sessions, ``passed`` by those that come while ``condition`` is not
+    ``OPEN``. Nothing here may be called from another thread than the loop's.
+    """
+
+    settings: PoolSettings
+    sessions: Callable[[], Iterable[Occupant]]
+    """All sessions of the pool."""
+    in_background: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
+    log: Any
+    memory_of: Callable[[Occupant], int | None] = lambda _: None
+    """Memory that would be free without a session's worker, as it was last seen."""
+
+    condition: Condition = field(default=Condition.NEW, init=False)
+    """Read by each message; set by ``become`` only."""
+    _limit: int = field(init=False)
+    _slots: dict[Occupant, _Slot] = field(default_factory=dict, init=False)
+    _line: FairLine[Waiter] = field(default_factory=FairLine, init=False)
+    _leaving: set[Occupant] = field(default_factory=set, init=False)
+    """Those that have been asked to go dormant."""
+    _held: list["asyncio.Future[None]"] = field(default_factory=list, init=False)
+    """Messages that a paused pool holds."""
+    _begun: dict[Occupant, float] = field(default_factory=dict, init=False)
+    """Sessions that start, each with the moment when that began."""
+    _holds_s: deque[float] = field(default_factory=lambda: deque(maxlen=HOLDS_KEPT), init=False)
+    """How long slots of the full pool were busy lately, from a turn's begin to its end."""
+    _clock: Callable[[], float] = field(default=time.monotonic, init=False)
+    """The loop's, as soon as there is one."""
+
+    def __post_init__(self) -> None:
+        """Begin with the limit of the settings; it may change, they may not."""
+        self._limit = self.settings.workers_max
+
+    def snapshot(self) -> PoolSnapshot:
+        """Return what the outside may see."""
+        return PoolSnapshot(
+            condition=self.condition.value,
+            workers=len(self._slots),
+            workers_max=self._limit,
+            waiting=len(self._line),
+            held=len(self._held),
+            expected_wait_s=self._expected_wait_s(len(self._line) + 1),
+        )
+
+    # --- what sessions ask ---
+
+    async def make_room(self, asking: Occupant) -> None:
+        """Return when one worker more is allowed: the session has its slot from then on, until ``changed`` frees it.
+
+        Waits at most ``wait_timeout_s``, and with ``busy="reject"`` only for an idle session that goes. Raises
+        ``PoolFullError``, ``PoolPausedError`` or ``PoolClosedError``; a cancelled caller leaves the line at once.
+        """
+        if asking in self._slots:  # its worker died in a turn: the slot was kept for this
+            return
+        if not self._line and self._has_slot():
+            self._take(asking)
+            return
+        loop = asyncio.get_running_loop()
+        waiter = Waiter(asking, loop.create_future())
+        self._line.add(waiter)
+        overtime = loop.call_later(self.settings.wait_timeout_s, self._refuse, waiter, "too late")
+        try:
+            if len(self._line) > self.settings.admissions_waiting_max:
+                # Who would be served last: so a user who fills the line takes nothing from another one.
+                self._refuse(list(self._line)[-1], "too many")
+            self._serve()
+            await waiter.admitted
+            if self.condition is Condition.CLOSED:
+                raise self._refusal(asking)
+        except BaseException:  # refused, or cancelled; and that may have met the slot on its way
+            self._line.discard(waiter)
+            if not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
+                self._free(asking, waiter.admitted.result())
+            raise
+        finally:
+            overtime.cancel()
+
+    def changed(self, session: Occupant) -> None:
+        """Take note of a session's change of state. It is called twice in each turn, and mostly has nothing to do."""
+        state = session.state
+        if state is State.BUSY or state is State.IDLE:
+            if len(self._slots) >= self._limit or self._begun:
+                self._note(session, state)
+        elif state is State.STARTING:
+            self._begun[session] = self._clock()
+        elif state not in lifecycle.ALIVE:
+            self._begun.pop(session, None)
+            slot = self._slots.get(session)
+            if slot is not None:
+                self._free_unless_in_turn(session, slot)
+
+    def _note(self, session: Occupant, state: State) -> None:
+        """Measure starts, and in a full pool turns; have a session go that became idle where it is one too many."""
+        slot = self._slots.get(session)
+        if slot is None:
+            return
+        now = self._clock()
+        if state is State.BUSY:
+            slot.busy_since = now if len(self._slots) >= self._limit else None
+            return
+        begun_at = self._begun.pop(session, None)
+        if begun_at is not None:
+            slot.start_s = now - begun_at
+        if slot.busy_since is not None:
+            self._holds_s.append(now - slot.busy_since)
+            slot.busy_since = None
+        slot.not_before = 0.0
+        if self._line or len(self._slots) > self._limit:
+            # Not now: the lock of a session that becomes idle is still held.
+            asyncio.get_running_loop().call_soon(self._serve)
+
+    # --- slots ---
+
+    def _has_slot(self) -> bool:
+        return len(self._slots) < self._limit and self.condition is not Condition.PAUSED
+
+    def _take(self, session: Occupant) -> _Slot:
+        slot = self._slots[session] = _Slot()
+        return slot
+
+    def _free(self, session: Occupant, slot: _Slot) -> None:
+        if self._slots.get(session) is slot:
+            del self._slots[session]
+            self._serve()
+            self._measure_no_more()
+
+    def _measure_no_more(self) -> None:
+        """Forget when turns began, unless the pool is full: their ends may not be noted."""
+        if len(self._slots) < self._limit:
+            for slot in self._slots.values():
+                slot.busy_since = None
+
+    def _free_unless_in_turn(self, session: Occupant, slot: _Slot) -> None:
+        """Free the slot of a session without a process, but not before the turn in which its worker died is settled."""
+        if session.state in lifecycle.ALIVE or self._slots.get(session) is not slot:
+            return
+        if not session.in_turn or self.condition is Condition.CLOSED:
+            self._free(session, slot)
+        else:
+            asyncio.get_running_loop().call_later(LOOK_S, self._free_unless_in_turn, session, slot)
+
+    def _serve(self) -> None:
+        """Give free slots to those who are next, and have idle sessions go for those who are left."""
+        while self._line and self._has_slot():
+            waiter = self._line.pop()
+            if not waiter.admitted.done():  # else it was cancelled a moment ago
+                waiter.admitted.set_result(self._take(waiter.session))
+        if self._line or len(self._slots) > self._limit:
+            self._make_some_go()
+
+    def _make_some_go(self) -> None:
+        wanted = 0 if self.condition is Condition.PAUSED else len(self._line)
+        going = sum(session in self._leaving or session.state is State.STOPPING for session in self._slots)
+        short = len(self._slots) + wanted - self._limit - going
+        if short <= 0:
+            return
+        for session in self._dispensable()[:short]:
+            self._leaving.add(session)
+            self.in_background(self._let_go(session))
+            short -= 1
+        if short > 0 and self.settings.busy == "reject":
+            for waiter in list(self._line)[-short:]:
+                self._refuse(waiter, "busy")
+
+    def _dispensable(self) -> list[Occupant]:
+        """Return the idle sessions that may go, the least valuable first."""
+        now = self._clock()
+        idle = [
+            session
+            for session, slot in self._slots.items()
+            if session.idle_s() is not None
+            and not session.waiting
+            and session not in self._leaving
+            and now >= slot.not_before
+        ]
+        return sorted(idle, key=self.worth)
+
+    def worth(self, session: Occupant) -> float:
+        """Return how much an idle session's worker is worth keeping: less, the more is gained by letting it go."""
+        slot = self._slots.get(session)
+        return -gain(Idle(session.idle_s() or 0.0, None if slot is None else slot.start_s, self.memory_of(session)))
+
+    async def _let_go(self, session: Occupant) -> None:
+        went = False
+        try:
+            if session.idle_s() is not None and not session.waiting:  # else it would wait in line for its own turn
+                went = await session.hibernate(0.0, room_is_needed=True)
+        finally:
+            self._leaving.discard(session)
+            slot = self._slots.get(session)
+            if not went and slot is not None:
+                slot.not_before = self._clock() + TRY_AGAIN_S
+                asyncio.get_running_loop().call_later(TRY_AGAIN_S, self._serve)
+            self._serve()
+
+    def tidy(self) -> None:
+        """Free the slots of sessions that are at rest: none should be left, but a lost slot would be lost for ever.
+
+        And serve those in line: a session may have become idle by nothing but time, when its work took too long.
+        """
+        for session, slot in list(self._slots.items()):
+            if session.at_rest:
+                self.log.warning("slot_lost", conversation_id=session.key.conversation_id)
+                self._free(session, slot)
+        self._serve()
+
+    # --- refusals ---
+
+    def _refuse(self, waiter: Waiter, why: str) -> None:
+        if waiter.admitted.done():
+            return
+        position = self._line.position(waiter)
+        self._line.discard(waiter)
+        if self.condition is Condition.PAUSED:
+            waiter.admitted.set_exception(self._refusal(waiter.session))
+            return
+        expected_s = self._expected_wait_s(position)
+        pace = "" if expected_s is None else f", about {expected_s:.3g} s at the present pace"
+        problem = {
+            "busy": f'none is idle, and you do not want to wait (busy="reject"); it would be number {position}{pace}',
+            "too many": f"{len(self._line)} messages wait for one already (admissions_waiting_max); it would be number "
+            f"{position} in line{pace}",
+            "too late": f"none became free within {self.settings.wait_timeout_s:g} s (wait_timeout_s); it was number "
+            f"{position} in line{pace}",
+        }[why]
+        error = PoolFullError(
+            f"all {self._limit} workers (workers_max) are taken, and {problem}. Try again later, answer it another "
+            "way, or allow more workers",
+            position=position,
+            waiting=len(self._line),
+            expected_wait_s=expected_s,
+            conversation_id=waiter.session.key.conversation_id,
+        )
+        waiter.admitted.set_exception(error)
+
+    def _expected_wait_s(self, position: int) -> float | None:
+        """Reckon how long a place in line takes: so many turns must end, of as many as there are slots."""
+        if len(self._slots) < self._limit and not self._line:
+            return 0.0
+        if not self._holds_s:
+            return None
+        return position * sum(self._holds_s) / len(self._holds_s) / self._limit
+
+    def _refusal(self, session: Occupant | None = None) -> HermesPoolError:
+        """Return the error that says why nothing is begun in this condition."""
+        conversation_id = None if session is None else session.key.conversation_id
+        match self.condition:
+            case Condition.NEW:
+                return PoolClosedError("enter the pool first: async with", conversation_id=conversation_id)
+            case Condition.DRAINING | Condition.DRAINED:
+                return PoolDrainingError(
+                    f"the pool is {self.condition.value} and begins nothing new. Answer it another way, or resume() "
+                    "the pool",
+                    conversation_id=conversation_id,
+                )
+            case Condition.PAUSED:
+                return PoolPausedError(
+                    "the pool is paused, and was not resumed in time (wait_timeout_s). Try again later, answer it "
+                    "another way, or resume() the pool",
+                    conversation_id=conversation_id,
+                )
+        return PoolClosedError("the pool is closed", conversation_id=conversation_id)
+
+    # --- the condition ---
+
+    def refuse_new(self) -> None:
+        """Raise what a new message gets now; nothing where it may come, be it to wait."""
+        if self.condition is not Condition.OPEN and self.condition is not Condition.PAUSED:
+            raise self._refusal()
+
+    async def passed(self, session: Occupant) -> None:
+        """Return when a message that has come in may begin its turn: while the pool is paused it is held here.
+
+        Raises ``PoolPausedError`` after ``wait_timeout_s`` (at once with ``busy="reject"``), ``PoolFullError`` when
+        ``admissions_waiting_max`` are held already, and ``PoolClosedError`` and its kinds.
+        """
+        settings = self.settings
+        deadline = self._clock() + settings.wait_timeout_s
+        while self.condition is Condition.PAUSED:
+            if settings.busy == "reject":
+                raise self._refusal(session)
+            if len(self._held) >= settings.admissions_waiting_max:
+                raise PoolFullError(
+                    f"the pool is paused, and {len(self._held)} messages wait already (admissions_waiting_max). Try "
+                    "again later, answer it another way, or resume() the pool",
+                    position=len(self._held) + 1,
+                    waiting=len(self._held),
+                    conversation_id=session.key.conversation_id,
+                )
+            await self._hold(session, deadline)
+        if self.condition is not Condition.OPEN and self.condition is not Condition.DRAINING:
+            raise self._refusal(session)
+
+    async def _hold(self, session: Occupant, deadline: float) -> None:
+        held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held.append(held)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await held
+        except TimeoutError:
+            raise self._refusal(session) from None
+        finally:
+            if held in self._held:
+                self._held.remove(held)
+
+    def become(self, condition: Condition) -> None:
+        """Change the condition; raises ``PoolClosedError``, or one of its kinds, where that cannot be."""
+        before = self.condition
+        if condition is before:
+            return
+        if condition not in MAY_BECOME[before]:
+            raise self._refusal()
+        if before is Condition.NEW:
+            self._clock = asyncio.get_running_loop().time
+        self.condition = condition
+        self.log.info("pool_condition", condition=condition.value, before=before.value)
+        if condition is not Condition.PAUSED:
+            held, self._held = self._held, []
+            for each in held:
+                if not each.done():
+                    each.set_result(None)
+        if condition is Condition.CLOSED:
+            for waiter in list(self._line):
+                self._line.discard(waiter)
+                if not waiter.admitted.done():
+                    waiter.admitted.set_exception(self._refusal(waiter.session))
+        self._serve()
+
+    def resume(self) -> None:
+        """Begin turns again."""
+        if self.condition is Condition.NEW:
+            raise self._refusal()
+        self.become(Condition.OPEN)
+
+    async def pause(self, deadline_s: float) -> int:
+        """Begin no more turns, wait up to ``deadline_s`` for those that run, and return how many still do."""
+        self.become(Condition.PAUSED)
+        await self._rest(deadline_s, self._running, Condition.PAUSED)
+        return self._running()
+
+    async def drain(self, deadline_s: float) -> Drained:
+        """Finish what has come in, refuse what is new, end at the deadline what is left; as the manager's ``drain``."""
+        if self.condition is Condition.DRAINED:
+            return Drained(0, 0)
+        self.become(Condition.DRAINING)
+        before = self._unanswered()
+        undisturbed = await self._rest(deadline_s, self._unanswered, Condition.DRAINING)
+        cut = self._unanswered()
+        if not undisturbed:  # resumed or closed meanwhile
+            return Drained(max(0, before - cut), 0)
+        self.become(Condition.DRAINED)
+        while self._is(Condition.DRAINED) and (busy := [each for each in self.sessions() if _unanswered(each)]):
+            await asyncio.wait({self.in_background(session.stop("the pool was drained")) for session in busy})
+            await asyncio.sleep(LOOK_S)
+        return Drained(max(0, before - cut), cut)
+
+    def resize(self, workers_max: int) -> None:
+        """Change the limit; where there are more workers than that, the idle ones go, and busy ones when they are."""
+        if not workers_max > 0:
+            raise SettingsError(f"workers_max must be over 0, not {workers_max!r}")
+        self.log.info("pool_resized", workers_max=workers_max, before=self._limit)
+        self._limit = workers_max
+        self._serve()
+        self._measure_no_more()
+
+    async def _rest(self, deadline_s: float, count: Callable[[], int], condition: Condition) -> bool:
+        """Wait until nothing is left to count, or the deadline; say whether the condition is still the same."""
+        deadline = self._clock() + deadline_s
+        while self._is(condition) and count() and (left_s := deadline - self._clock()) > 0:  # noqa: ASYNC110 - see below
+            await asyncio.sleep(min(LOOK_S, left_s))  # not every end of a wait is announced
+        return self._is(condition)
+
+    def _is(self, condition: Condition) -> bool:
+        return self.condition is condition  # a function, since it changes while others wait
+
+    def _running(self) -> int:
+        """Count turns that run, or whose worker is being started."""
+        return sum(session.state is State.STARTING or session.in_turn for session in self.sessions())
+
+    def _unanswered(self) -> int:
+        return sum(map(_unanswered, self.sessions()))
+
+
+def _unanswered(session: Occupant) -> int:
+    """Count the messages of a session that are in line or on their way; a session that goes dormant counts as one."""
+    return session.waiting + (not session.at_rest and not session.is_resting)

@@ -1,0 +1,1 @@
+"""The operating system: processes, threads, files and the log."""

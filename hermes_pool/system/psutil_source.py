@@ -1,0 +1,64 @@
+"""Samples taken by psutil, on every platform that it knows."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+
+from hermes_pool.policy.liveness import Condition
+from hermes_pool.system.samples import Stat
+
+
+class PsutilSource:
+    """Asks psutil. It tells less of the processes of others, and no I/O: that is not to be had on every platform."""
+
+    def pids(self) -> Iterable[int]:
+        """See ``Source``."""
+        return psutil.pids()
+
+    def stat(self, pid: int) -> Stat | None:
+        """See ``Source``. ``started`` is in seconds since the epoch."""
+        try:
+            process = psutil.Process(pid)
+            with process.oneshot():
+                parent, started = process.ppid(), process.create_time()
+                condition = _PSUTIL_CONDITIONS.get(process.status(), Condition.SLEEPING)
+                if condition is Condition.DEAD:
+                    return Stat(condition, parent, started, 0.0, 0, 1)
+                times = process.cpu_times()
+                memory = process.memory_info()
+                return Stat(
+                    condition, parent, started, times.user + times.system, int(memory.rss), process.num_threads()
+                )
+        except (psutil.Error, OSError):
+            return None
+
+    def clock_ns(self, pid: int) -> int | None:
+        """See ``Source``: there is none."""
+        return None
+
+    def create_time(self, stat: Stat, boot_time_s: float) -> float:
+        """See ``Source``."""
+        return stat.started
+
+    def io_bytes(self, pid: int) -> int | None:
+        """See ``Source``: not known."""
+        return None
+
+    def unique_bytes(self, pid: int) -> int | None:
+        """See ``Source``: what only this process has (USS)."""
+        try:
+            memory: Any = psutil.Process(pid).memory_full_info()
+            return int(memory.uss)
+        except (psutil.Error, OSError):
+            return None
+
+
+_PSUTIL_CONDITIONS = {
+    psutil.STATUS_RUNNING: Condition.RUNNING,
+    psutil.STATUS_DISK_SLEEP: Condition.UNINTERRUPTIBLE,
+    psutil.STATUS_STOPPED: Condition.STOPPED,
+    psutil.STATUS_TRACING_STOP: Condition.STOPPED,
+    psutil.STATUS_ZOMBIE: Condition.DEAD,
+    psutil.STATUS_DEAD: Condition.DEAD,
+}

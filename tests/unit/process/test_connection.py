@@ -1,0 +1,127 @@
+import signal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_pool.process.connection import UNASKED_MAX, Death, WorkerLink
+from hermes_pool.process.launcher import Exit
+from hermes_pool.process.stderr_tail import STDERR_LINE_CHARS, StderrTail
+from hermes_pool_worker import wire
+
+
+@given(st.lists(st.binary(max_size=30)), st.data())
+def test_the_tail_is_the_last_lines_however_the_bytes_were_cut(pieces: list[bytes], data: st.DataObject) -> None:
+    stream = b"\n".join(pieces)
+    whole, cut = StderrTail(5, lambda _: None), StderrTail(5, lambda _: None)
+    whole.feed(stream)
+    at = data.draw(st.integers(0, len(stream)))
+    cut.feed(stream[:at])
+    cut.feed(stream[at:])
+    assert whole.lines() == cut.lines()
+    assert len(cut.lines()) <= 6
+
+
+def test_the_tail_is_bounded_and_every_line_is_told_once() -> None:
+    told: list[str] = []
+    tail = StderrTail(3, told.append)
+    tail.feed(b"x" * 5_000_000)
+    tail.feed(b"x" * 5_000_000 + b"\n\xff\xfe\r\nlast")
+    assert [len(line) for line in tail.lines()] == [STDERR_LINE_CHARS, 2, 4]
+    assert tail.lines()[1:] == ("\N{REPLACEMENT CHARACTER}" * 2, "last")
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("death", "words"),
+    [
+        (Death(Exit(0), ()), "exited with status 0"),
+        (Death(Exit(3), ()), "exited with status 3"),
+        (Death(Exit(-signal.SIGSEGV), ()), "was killed by SIGSEGV (signal 11)"),
+        (Death(Exit(-9), ()), "was killed by SIGKILL (signal 9), possibly because the machine is out of memory"),
+        (Death(Exit(-9), (), wanted=True), "was killed by SIGKILL (signal 9)"),
+        (Death(Exit(-9), (), "broke the protocol (x)"), "broke the protocol (x) and was killed by SIGKILL (signal 9)"),
+        (Death(Exit(-64), ()), "was killed by SIGRTMAX (signal 64)"),
+        (Death(Exit(None), ()), "ended with a status that something else in this process has taken (unknown)"),
+    ],
+)
+def test_a_death_in_words(death: Death, words: str) -> None:
+    assert str(death) == words
+
+
+# --- what nobody has asked for ---
+
+
+class Process:
+    """A worker that keeps what it is told, and what it was signalled."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.signals: list[int] = []
+        self._decoder: wire.FrameDecoder[Any] = wire.FrameDecoder(wire.ToWorker)
+
+    def write(self, data: bytes | bytearray) -> None:
+        self.told += self._decoder.feed(bytes(data))
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+class Listener:
+    """Whose worker it is: no turn runs, so nothing that belongs to one has an addressee."""
+
+    link: WorkerLink
+
+    def link_heard(self, message: Any) -> None:
+        self.link.note_unasked()
+
+
+def linked() -> tuple[WorkerLink, Any]:
+    listener: Any = Listener()
+    link = WorkerLink("m", listener, frame_bytes_max=1 << 20, stderr_lines_max=5, on_imported=lambda _: None)
+    listener.link = link
+    process: Any = Process()
+    link.process = process
+    return link, process
+
+
+def say(link: WorkerLink, message: wire.Message) -> None:
+    link.stdout_received(bytes(wire.encode(message)))
+
+
+async def test_a_worker_that_answers_every_ping_may_do_so_for_ever() -> None:
+    link, process = linked()
+    for _ in range(UNASKED_MAX + 5):
+        link.ask()
+        assert link.asked_at is not None
+        say(link, wire.Pong(process.told[-1].number))
+        assert link.asked_at is None
+    assert not process.signals
+
+
+async def test_one_that_answers_the_same_ping_again_and_again_is_ended() -> None:
+    link, process = linked()
+    link.ask()
+    for _ in range(UNASKED_MAX):
+        say(link, wire.Pong(1))
+    assert not process.signals
+    say(link, wire.Pong(1))
+    assert process.signals == [signal.SIGKILL]
+
+
+async def test_late_frames_of_many_turns_do_not_add_up_and_those_of_one_turn_do() -> None:
+    link, process = linked()
+    late = wire.Status("turn-0", 1, "late")
+    for number in range(3):
+        link.hand_over(wire.Turn(f"turn-{number}", 1, "hello"))
+        for _ in range(UNASKED_MAX // 2):
+            say(link, late)
+    assert not process.signals
+    assert [message.turn_id for message in process.told] == ["turn-0", "turn-1", "turn-2"]
+    for _ in range(UNASKED_MAX // 2):
+        say(link, late)
+    assert process.signals == [signal.SIGKILL]
+    link.hand_over(wire.Turn("turn-3", 1, "hello"))
+    say(link, late)
+    assert process.signals == [signal.SIGKILL]  # once condemned, it stays so
