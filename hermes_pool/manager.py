@@ -16,15 +16,15 @@ from typing import Any, Literal, Self
 from hermes_pool.control import messages, server
 from hermes_pool.conversation.session import Session
 from hermes_pool.conversation.turn import Reply, Turn
-from hermes_pool.conversation.worker_slot import Surroundings
+from hermes_pool.conversation.worker_slot import SessionServices
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import HermesPoolError, PoolClosedError
 from hermes_pool.lifecycle import State
 from hermes_pool.process.connection import Stopped
-from hermes_pool.process.factory import Starter
+from hermes_pool.process.factory import WorkerFactory
 from hermes_pool.scheduling.admission import Admission
-from hermes_pool.scheduling.monitor import Caretaker
-from hermes_pool.scheduling.pool_state import Condition, Drained
+from hermes_pool.scheduling.monitor import Monitor
+from hermes_pool.scheduling.pool_state import Drained, PoolState
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool.storage.store import ConversationStore
@@ -87,15 +87,15 @@ class HermesSessionManager:
 
     async def __aenter__(self) -> Self:
         """Open the store and the control socket. No worker is started before the first message."""
-        if self._admission.condition is not Condition.NEW:
+        if self._admission.state is not PoolState.NEW:
             raise PoolClosedError("a manager is entered once; make another one")
         self.settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         settings = self.settings
         self._store = self._given_store or ConversationStore.from_url(settings.store_url, settings.database_timeout_s)
         prefix, numbers = secrets.token_hex(4), count(1)
-        self._around = Surroundings(
+        self._services = SessionServices(
             settings=settings,
-            starter=Starter(settings, dict(os.environ), self._log),
+            factory=WorkerFactory(settings, dict(os.environ), self._log),
             store=self._store,
             host=socket.gethostname(),
             log=self._log,
@@ -113,9 +113,9 @@ class HermesSessionManager:
             await self._control.start()
         except HermesPoolError as error:  # nobody can look in from outside; no reason to answer nobody
             self._log.warning("control_socket_failed", error=str(error))
-        self._admission.become(Condition.OPEN)
-        self._around.starter.warm_up()
-        caretaker = Caretaker(
+        self._admission.become(PoolState.OPEN)
+        self._services.factory.warm_up()
+        monitor = Monitor(
             settings,
             self._sampler,
             wards=lambda: list(self._sessions.values()),
@@ -123,7 +123,7 @@ class HermesSessionManager:
             in_background=self._in_background,
             log=self._log,
         )
-        self._in_background(caretaker.run())
+        self._in_background(monitor.run())
         self._in_background(self._sweep())
         self._in_background(self._save_always())
         self._log.info("pool_opened", agent=settings.agent, state_dir=str(settings.state_dir))
@@ -141,8 +141,8 @@ class HermesSessionManager:
         Running turns end with ``TurnCancelledError``, callers in line with ``PoolClosedError``. Cancelling the caller
         does not cancel the closing. A further call waits for the same closing, and returns nothing: it took nothing.
         """
-        entered = self._admission.condition not in (Condition.NEW, Condition.CLOSED)
-        self._admission.become(Condition.CLOSED)
+        entered = self._admission.state not in (PoolState.NEW, PoolState.CLOSED)
+        self._admission.become(PoolState.CLOSED)
         if entered:
             self._closing = asyncio.get_running_loop().create_task(self._close())
             return await asyncio.shield(self._closing)
@@ -156,9 +156,9 @@ class HermesSessionManager:
         for session, end in zip(sessions, ends, strict=True):
             if isinstance(end, BaseException):
                 self._log.error("stop_failed", conversation_id=session.key.conversation_id, error=repr(end))
-        await asyncio.gather(*(session.ledger.save() for session in sessions if session.ledger.unsaved))
+        await asyncio.gather(*(session.metadata.save() for session in sessions if session.metadata.unsaved))
         await self._control.close()
-        await self._around.starter.close()
+        await self._services.factory.close()
         tasks = self._tasks - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -207,7 +207,7 @@ class HermesSessionManager:
 
     async def sessions(self) -> list[SessionSnapshot]:
         """Return all sessions of this pool as they are now, with what the operating system says of their processes."""
-        rows = [session.snapshot() for session in self._sessions.values()] + self._around.starter.spares.snapshots()
+        rows = [session.snapshot() for session in self._sessions.values()] + self._services.factory.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
         looks = dict(zip(identities, await in_thread_or_here(partial(processes.look_all, identities)), strict=True))
         deaths = {(report.conversation_id, report.user_id): report.report_id for report in self._reports}
@@ -224,11 +224,11 @@ class HermesSessionManager:
     # --- the pool as a whole ---
 
     def pool(self) -> PoolSnapshot:
-        """Return the pool's condition, its limit, who waits, and whether workers can be started."""
+        """Return the pool's state, its limit, who waits, and whether workers can be started."""
         seen = self._admission.snapshot()
-        if self._admission.condition is Condition.NEW:
+        if self._admission.state is PoolState.NEW:
             return seen
-        return replace(seen, starts=self._around.starter.breaker.snapshot())
+        return replace(seen, starts=self._services.factory.breaker.snapshot())
 
     async def pause(self, deadline_s: float = 0.0) -> int:
         """Begin no more turns: messages wait, up to ``wait_timeout_s``, until ``resume``. Turns that run go on.
@@ -276,11 +276,11 @@ class HermesSessionManager:
         """
         self._refuse_unless_open()
         if conversation is None:
-            self._around.starter.breaker.reset()
+            self._services.factory.breaker.reset()
             self._log.info("starts_reset")
         elif (session := self._sessions.get(_key(conversation))) is not None:
-            session.place.restarts.reset()
-            self._around.starter.breaker.reset(session.key.conversation_id)
+            session.slot.restart_budget.reset()
+            self._services.factory.breaker.reset(session.key.conversation_id)
             session.quarantine.reset()
             self._log.info("session_reset", conversation_id=session.key.conversation_id)
 
@@ -298,20 +298,20 @@ class HermesSessionManager:
         return True
 
     def _refuse_unless_open(self) -> None:
-        if self._admission.condition in (Condition.NEW, Condition.CLOSED):
+        if self._admission.state in (PoolState.NEW, PoolState.CLOSED):
             self._admission.refuse_new()
 
     # --- sessions ---
 
     def _session(self, conversation: str | SessionKey) -> Session:
-        if self._admission.condition is not Condition.OPEN:
+        if self._admission.state is not PoolState.OPEN:
             self._admission.refuse_new()
         session = self._by_id.get(conversation) if type(conversation) is str else None
         if session is None:
             key = _key(conversation)
             session = self._sessions.get(key)
             if session is None:
-                session = self._sessions[key] = Session(key, self._around)
+                session = self._sessions[key] = Session(key, self._services)
                 self._forget_some()
             if key.user_id is None:
                 self._by_id[key.conversation_id] = session
@@ -321,7 +321,7 @@ class HermesSessionManager:
         """Bound the memory of sessions that are at rest; the ones longest known go first."""
         if len(self._sessions) <= SESSIONS_KEPT:
             return
-        resting = [key for key, session in self._sessions.items() if session.at_rest and not session.ledger.unsaved]
+        resting = [key for key, session in self._sessions.items() if session.at_rest and not session.metadata.unsaved]
         for key in resting[: len(self._sessions) - SESSIONS_KEPT]:
             del self._sessions[key]
             self._by_id.pop(key.conversation_id, None)
@@ -348,7 +348,7 @@ class HermesSessionManager:
         """Let idle sessions go, and try again what could not be saved."""
         while True:
             await asyncio.sleep(self.settings.idle_sweep_s)
-            self._around.starter.spares.refill()
+            self._services.factory.spares.refill()
             self._admission.tidy()
             idle = [
                 session
@@ -357,7 +357,7 @@ class HermesSessionManager:
             ]
             results = await asyncio.gather(
                 *(session.hibernate(self.settings.idle_timeout_s) for session in idle),
-                *(session.ledger.save() for session in list(self._sessions.values()) if session.ledger.unsaved),
+                *(session.metadata.save() for session in list(self._sessions.values()) if session.metadata.unsaved),
                 return_exceptions=True,  # what fails for one must not end the sweeps of all
             )
             for error in results:
@@ -367,7 +367,7 @@ class HermesSessionManager:
     def _save_soon(self, session: Session) -> None:
         """Have a session stored, beside the turns: soon when its identity is new, else within ``SAVE_EVERY_S``."""
         now = asyncio.get_running_loop().time()
-        known = session.ledger.identity_is_stored and session.state is State.IDLE
+        known = session.metadata.identity_is_stored and session.state is State.IDLE
         if session in self._unsaved and (known or self._unsaved[session] <= now + SAVE_NEWS_AFTER_S):
             return
         self._unsaved[session] = now + (SAVE_EVERY_S if known else SAVE_NEWS_AFTER_S)
@@ -382,7 +382,7 @@ class HermesSessionManager:
             for session in due:
                 del self._unsaved[session]
             if due:
-                await asyncio.gather(*(session.ledger.save() for session in due))
+                await asyncio.gather(*(session.metadata.save() for session in due))
                 continue
             next_at = min(self._unsaved.values(), default=None)
             self._save_wanted.clear()
@@ -411,7 +411,7 @@ class HermesSessionManager:
             case messages.Drain():
                 drained = await self.drain(request.deadline_s)
                 told = f"{_turns(drained.finished)} finished, {drained.cut} cut"
-                return messages.Done(f"{self.pool().condition}; {told}")
+                return messages.Done(f"{self.pool().state}; {told}")
             case messages.Resize():
                 self.resize(request.workers_max)
                 pool = self.pool()

@@ -47,8 +47,8 @@ class KillerSnapshot:
 class PoolSnapshot:
     """The pool as a whole at one moment."""
 
-    condition: str
-    """A condition of ``admission.Condition``: ``open``, ``paused``, ``draining``, ``drained`` or ``closed``."""
+    state: str
+    """A state of ``admission.PoolState``: ``open``, ``paused``, ``draining``, ``drained`` or ``closed``."""
     workers: int
     """Workers that count against the limit: those that run, are being started, or have not ended yet."""
     workers_max: int
@@ -105,7 +105,7 @@ class SessionSnapshot:
     last_used_at: str | None = None
     """End of the last turn, ISO 8601 in UTC."""
     last_error: str | None = None
-    restarts: str = BreakerState.CLOSED.value
+    restart_breaker: str = BreakerState.CLOSED.value
     """A ``breakers.BreakerState``: ``open`` while no worker is started for it, since they died too often;
     ``half_open`` when that time is over, and the next turn decides."""
     retry_after_s: float | None = None

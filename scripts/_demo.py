@@ -379,7 +379,7 @@ async def closed(demo: Demo, sessions: HermesSessionManager) -> None:
     began = time.perf_counter()
     stopped = await sessions.close()
     took = time.perf_counter() - began
-    rungs = ", ".join(f"{key.conversation_id} {end.rung}" for key, end in stopped.items() if end) or "no worker ran"
+    rungs = ", ".join(f"{key.conversation_id} {end.how}" for key, end in stopped.items() if end) or "no worker ran"
     await until(lambda: not demo.left())
     left = demo.left()
     demo.claim(

@@ -290,9 +290,9 @@ def test_what_both_sides_say_is_the_same_though_they_share_no_module():
     from hermes_pool.process import connection, environment, spawn
     from hermes_pool.system import processes
     from hermes_pool_worker import __main__ as program
-    from hermes_pool_worker import kin, lifeline, limits, serve
+    from hermes_pool_worker import lifeline, limits, process_tree, serve
 
-    assert processes.MARKER_VARIABLE == kin.MARKER_VARIABLE
+    assert processes.MARKER_VARIABLE == process_tree.MARKER_VARIABLE
     assert spawn.LIFELINE_VARIABLE == lifeline.VARIABLE
     assert processes.STACKS_SIGNAL == limits.STACKS_SIGNAL
     assert environment.RLIMITS_VARIABLE == limits.RLIMITS_VARIABLE

@@ -23,7 +23,7 @@ _ID_CELLS_MIN: Final = 6
 
 def headline(pool: PoolSnapshot) -> str:
     """Return the pool in one line of words."""
-    parts = [f"{visible(pool.condition)}: {pool.workers} of {pool.workers_max} workers"]
+    parts = [f"{visible(pool.state)}: {pool.workers} of {pool.workers_max} workers"]
     if pool.waiting:
         wait = "" if pool.expected_wait_s is None else f" (about {duration(pool.expected_wait_s)} for a further one)"
         parts.append(f"{pool.waiting} waiting for one{wait}")

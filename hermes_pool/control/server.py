@@ -44,7 +44,7 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Endpoint:
     """What a running server has put into the file system."""
 
     listener: socket.socket
@@ -64,7 +64,7 @@ class ControlServer:
     def __init__(self, state_dir: Path, handler: Handler) -> None:
         self._state_dir = state_dir
         self._handler = handler
-        self._place: _Place | None = None
+        self._endpoint: _Endpoint | None = None
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
         self._dawdlers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
@@ -75,32 +75,32 @@ class ControlServer:
 
         ``ControlError`` when no folder can be used: it is somebody else's, a link, or cannot be written.
         """
-        if not available() or self._place is not None:
-            return self._place.address if self._place is not None else None
-        place = await in_thread(partial(_settle, self._state_dir))
-        self._place = place
+        if not available() or self._endpoint is not None:
+            return self._endpoint.address if self._endpoint is not None else None
+        endpoint = await in_thread(partial(_settle, self._state_dir))
+        self._endpoint = endpoint
         try:
-            self._server = await asyncio.start_unix_server(self._serve, sock=place.listener)
+            self._server = await asyncio.start_unix_server(self._serve, sock=endpoint.listener)
         except BaseException:
             await self.close()
             raise
-        return place.address
+        return endpoint.address
 
     async def close(self) -> None:
         """Remove the socket, and hang up on whoever is connected. May be called twice, and without a start."""
-        place, self._place = self._place, None
+        endpoint, self._endpoint = self._endpoint, None
         server, self._server = self._server, None
-        if place is not None:
+        if endpoint is not None:
             # First the pointer: from here on nobody finds the way, and so nobody sees the door being taken down.
-            for path in (place.pointer, place.address):
+            for path in (endpoint.pointer, endpoint.address):
                 with suppress(OSError):
                     path.unlink()
-            os.close(place.lock)
+            os.close(endpoint.lock)
         if server is not None:
             server.close()
-        if place is not None:
+        if endpoint is not None:
             # After the server, which takes it out of the loop first.
-            place.listener.close()
+            endpoint.listener.close()
         clients = [client for client in self._clients if client is not asyncio.current_task()]
         for client in clients:
             client.cancel()
@@ -109,7 +109,7 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None or self._place is None:
+        if task is None or self._endpoint is None:
             writer.transport.abort()
             return
         self._clients.add(task)
@@ -171,7 +171,7 @@ async def _read_request(reader: asyncio.StreamReader) -> Request | Failed | None
     return None
 
 
-def _settle(state_dir: Path) -> _Place:
+def _settle(state_dir: Path) -> _Endpoint:
     """Bind a socket, and leave the pointer that leads to it."""
     if sys.platform == "win32":
         raise NotImplementedError
@@ -199,7 +199,7 @@ def _settle(state_dir: Path) -> _Place:
         if lock >= 0:
             os.close(lock)
         raise ControlError(f"{pointer} cannot be written: {error.strerror or error}") from error
-    return _Place(listener, address, pointer, lock)
+    return _Endpoint(listener, address, pointer, lock)
 
 
 def _bind(home: Path, name: str) -> tuple[socket.socket, Path]:

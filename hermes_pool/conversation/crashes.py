@@ -9,7 +9,7 @@ from typing import Any
 from hermes_pool.conversation.turn import Turn
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError
-from hermes_pool.process.connection import Death, WorkerLink
+from hermes_pool.process.connection import Death, WorkerConnection
 from hermes_pool.settings import SessionKey
 
 TOOLS_TOLD = 20
@@ -17,7 +17,7 @@ TOOLS_TOLD = 20
 
 
 def report_of(
-    link: WorkerLink,
+    connection: WorkerConnection,
     death: Death,
     turn: Turn | None,
     *,
@@ -32,9 +32,9 @@ def report_of(
         conversation_id=key.conversation_id,
         user_id=key.user_id,
         at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        pid=None if link.process is None else link.process.pid,
+        pid=None if connection.process is None else connection.process.pid,
         incarnation=incarnation,
-        uptime_s=monotonic() - link.started_at,
+        uptime_s=monotonic() - connection.started_at,
         exit=str(death),
         returncode=death.exit.returncode,
         turn_id=None if turn is None else turn.turn_id,
@@ -43,8 +43,8 @@ def report_of(
         silent_s=None if turn is None else now - turn.heard_at,
         tools_open=() if turn is None else tuple(turn.tools_open.values()),
         memory=tuple(memory),
-        verdict=link.verdict,
-        stacks=link.stacks,
+        verdict=connection.verdict,
+        stacks=connection.stacks,
         stderr_tail=death.stderr_tail,
     )
 

@@ -11,7 +11,7 @@ from hermes_pool.conversation.turn import Turn
 from hermes_pool.settings import PoolSettings
 
 
-class TurnClocks:
+class TurnDeadlines:
     """Watches the turns of one session, one after the other, with one timer.
 
     The timer is not set anew for every frame, nor for every turn: when it rings, it looks how late it really is.

@@ -17,7 +17,7 @@ from hermes_pool.storage.store import ConversationStore, SessionRecord
 Status = Literal["healthy", "dormant", "failed"]
 
 
-class Ledger:
+class SessionMetadata:
     """The books of one session. ``changed`` is called when there is something new to store."""
 
     def __init__(

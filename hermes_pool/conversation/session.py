@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from hermes_pool.conversation.background_jobs import Background, told
 from hermes_pool.conversation.crashes import crashed
-from hermes_pool.conversation.deadlines import TurnClocks
-from hermes_pool.conversation.metadata import Ledger
+from hermes_pool.conversation.deadlines import TurnDeadlines
+from hermes_pool.conversation.metadata import SessionMetadata
 from hermes_pool.conversation.turn import Reply, Turn
-from hermes_pool.conversation.worker_slot import Place, Surroundings
+from hermes_pool.conversation.worker_slot import SessionServices, WorkerSlot
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import (
     AgentFailedError,
@@ -30,11 +30,11 @@ from hermes_pool.errors import (
     WorkerStartError,
 )
 from hermes_pool.lifecycle import Event, State
-from hermes_pool.policy.liveness import Identity, Judgement, Sample, Signs
+from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, Sample
 from hermes_pool.policy.quarantine import Quarantine
 from hermes_pool.process.connection import Stopped
 from hermes_pool.process.factory import LAUNCHES_MAX
-from hermes_pool.scheduling.pool_state import Condition
+from hermes_pool.scheduling.pool_state import PoolState
 from hermes_pool.settings import SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool_worker import wire
@@ -48,30 +48,30 @@ _TURN_BYTES_MAX = 256  # of a turn's frame, beside its text
 class Session:
     """A conversation's session: at most one worker, at most one turn at a time."""
 
-    def __init__(self, key: SessionKey, around: Surroundings) -> None:
+    def __init__(self, key: SessionKey, services: SessionServices) -> None:
         self.key = key
         self.waiting = 0
         """Callers in line."""
         self.closed = False
-        self._around = around
-        self._settings = around.settings
+        self._services = services
+        self._settings = services.settings
         self._loop = asyncio.get_running_loop()
-        self._log = around.log.bind(conversation_id=key.conversation_id)
-        self.ledger = Ledger(
+        self._log = services.log.bind(conversation_id=key.conversation_id)
+        self.metadata = SessionMetadata(
             key,
-            around.store,
-            agent=around.settings.agent,
-            host=around.host,
+            services.store,
+            agent=services.settings.agent,
+            host=services.host,
             log=self._log,
-            changed=lambda: around.save_soon(self),
+            changed=lambda: services.save_soon(self),
         )
-        self.place = Place(self, self.ledger, around, self._log)
-        self.quarantine = Quarantine(around.settings, conversation_id=self._id)
+        self.slot = WorkerSlot(self, self.metadata, services, self._log)
+        self.quarantine = Quarantine(services.settings, conversation_id=self._id)
         self._lock = asyncio.Lock()
         self._turn: Turn | None = None
         self._idle_since = self._loop.time()
-        self._background = Background(around.settings.background_timeout_s, self._loop.time)
-        self._clocks = TurnClocks(around.settings, self._over_limit)
+        self._background = Background(services.settings.background_timeout_s, self._loop.time)
+        self._deadlines = TurnDeadlines(services.settings, self._over_limit)
         self._notice: str | None = None
         self._given_up: wire.Turn | None = None
         """The last turn, where it ended without a reply and its worker can no more take it out of the history."""
@@ -88,7 +88,7 @@ class Session:
             raise InvalidMessageError(f"a message is text, not {type(text).__name__}", conversation_id=self._id)
         return Turn(
             self,
-            self._around.new_turn_id(),
+            self._services.new_turn_id(),
             text,
             events_waiting_max=self._settings.events_waiting_max,
             streams=streams,
@@ -97,12 +97,12 @@ class Session:
     @property
     def state(self) -> State:
         """What the worker is doing."""
-        return self.place.state
+        return self.slot.state
 
     @property
     def at_rest(self) -> bool:
         """Whether nothing at all goes on here: no process, no caller."""
-        return self.place.is_empty and not self._lock.locked()
+        return self.slot.is_empty and not self._lock.locked()
 
     def idle_s(self) -> float | None:
         """Seconds since the worker has nothing to do; ``None`` when it has, or when there is no worker.
@@ -116,34 +116,34 @@ class Session:
 
     def snapshot(self) -> SessionSnapshot:
         """Return what is known here; what the operating system knows is added by the manager."""
-        now, ledger = self._loop.time(), self.ledger
-        link, judgement = self.place.newest, self.place.judgement
-        process = link.process if link is not None else None
-        restarts = self.place.restarts.snapshot()
+        now, metadata = self._loop.time(), self.metadata
+        connection, diagnosis = self.slot.newest, self.slot.diagnosis
+        process = connection.process if connection is not None else None
+        breaker = self.slot.restart_budget.snapshot()
         return SessionSnapshot(
             conversation_id=self.key.conversation_id,
             user_id=self.key.user_id,
-            session_id=ledger.session_id,
+            session_id=metadata.session_id,
             state=self.state.value,
             agent=self._settings.agent,
             pid=process.pid if process is not None else None,
             create_time=process.create_time if process is not None else None,
-            incarnation=ledger.incarnation,
-            uptime_s=now - link.started_at if link is not None and process is not None else None,
+            incarnation=metadata.incarnation,
+            uptime_s=now - connection.started_at if connection is not None and process is not None else None,
             idle_s=now - self._background.resting_since if self.is_resting else None,
             jobs=self._background.names,
             turn_s=now - self._turn.began_at if self._turn is not None else None,
-            verdict=None if judgement is None else judgement.verdict.value,
-            verdict_reason=None if judgement is None else judgement.reason,
-            turns=ledger.turns,
+            verdict=None if diagnosis is None else diagnosis.verdict.value,
+            verdict_reason=None if diagnosis is None else diagnosis.reason,
+            turns=metadata.turns,
             waiting=self.waiting,
-            restart_count=ledger.restart_count,
-            last_used_at=ledger.last_used,
-            last_error=ledger.last_error or (None if ledger.save_error is None else str(ledger.save_error)),
-            restarts=restarts.state,
-            retry_after_s=restarts.retry_after_s,
+            restart_count=metadata.restart_count,
+            last_used_at=metadata.last_used,
+            last_error=metadata.last_error or (None if metadata.save_error is None else str(metadata.save_error)),
+            restart_breaker=breaker.state,
+            retry_after_s=breaker.retry_after_s,
             quarantined=tuple(each.fingerprint for each in self.quarantine.snapshot() if each.quarantined),
-            host=self._around.host,
+            host=self._services.host,
         )
 
     @property
@@ -162,7 +162,7 @@ class Session:
         if self._lock.locked():
             return False
         await self._lock.acquire()
-        error_before = self.ledger.last_error
+        error_before = self.metadata.last_error
         try:
             if self.state is not State.IDLE or self._loop.time() - self._idle_since < idle_at_least_s or self.works_on:
                 return False
@@ -171,17 +171,17 @@ class Session:
                 self._idle_since = self._loop.time()
                 return False
             if left:
-                self.ledger.last_error = f"work in the background was abandoned (background_timeout_s): {told(left)}"
-            if not await self.ledger.save("dormant") and not (room_is_needed and self.ledger.never_storable):
-                self.ledger.last_error = error_before
+                self.metadata.last_error = f"work in the background was abandoned (background_timeout_s): {told(left)}"
+            if not await self.metadata.save("dormant") and not (room_is_needed and self.metadata.never_storable):
+                self.metadata.last_error = error_before
                 return False  # never killed before it is saved; the next sweep tries again
             if self.waiting or self.state is not State.IDLE:  # somebody came while it was saved
-                self.ledger.last_error = error_before
-                self.ledger.save_soon()
+                self.metadata.last_error = error_before
+                self.metadata.save_soon()
                 return False
             if left:
                 self._log.warning("background_abandoned", work=left)
-            await self.place.vacate(reason)
+            await self.slot.vacate(reason)
             return True
         finally:
             self._lock.release()
@@ -190,42 +190,42 @@ class Session:
         """Return the names of what the agent has not finished: its open jobs; if it told of none, its processes."""
         if self._background.names or not self._settings.background_timeout_s:
             return self._background.names
-        return await self.place.processes_left()
+        return await self.slot.processes_left()
 
     async def stop(self, reason: str) -> Stopped | None:
         """Stop the worker now, whatever it does: a running turn is cancelled and ends with ``TurnCancelledError``.
 
         Return what it took, or ``None`` where there was no worker. Metadata is saved first, if the store answers.
         """
-        await self.place.stop_filling()
+        await self.slot.stop_filling()
         if self._turn is not None:
             self.cancel(self._turn, TurnCancelledError(f"stopped ({reason})", conversation_id=self._id))
         if self.state not in (State.IDLE, State.BUSY):
-            if self.place.link is not None:
-                await self.place.link.dead()
-            await self.ledger.save()
+            if self.slot.connection is not None:
+                await self.slot.connection.dead()
+            await self.metadata.save()
             return None
-        await self.ledger.save("dormant")
-        return await self.place.vacate(reason)
+        await self.metadata.save("dormant")
+        return await self.slot.vacate(reason)
 
     async def close(self) -> Stopped | None:
         """Stop, and let nobody in any more: callers in line get ``PoolClosedError``."""
         self.closed = True
         stopped = await self.stop("the pool is closing")
-        self._clocks.stop()
+        self._deadlines.stop()
         return stopped
 
-    # --- what the caretaker asks (caretaker.Ward) ---
+    # --- what the monitor asks (monitor.Ward) ---
 
     @property
-    def worker(self) -> Identity | None:
+    def worker(self) -> ProcessIdentity | None:
         """The worker, if it is ready."""
-        return self.ledger.worker
+        return self.metadata.worker
 
     @property
     def worker_age_s(self) -> float:
         """For how long the worker runs, in seconds."""
-        return 0.0 if self.place.link is None else monotonic() - self.place.link.started_at
+        return 0.0 if self.slot.connection is None else monotonic() - self.slot.connection.started_at
 
     @property
     def works_on(self) -> bool:
@@ -234,10 +234,12 @@ class Session:
 
     def ask(self) -> None:
         """Ask the worker for a sign of life, unless it owes one already."""
-        if self.place.link is not None:
-            self.place.link.ask()
+        if self.slot.connection is not None:
+            self.slot.connection.ask()
 
-    def signs(self, samples: tuple[Sample, ...], at_rest: frozenset[Identity], trusted_from: float) -> Signs:
+    def evidence(
+        self, samples: tuple[Sample, ...], at_rest: frozenset[ProcessIdentity], trusted_from: float
+    ) -> Evidence:
         """Return all that is known of the worker in its turn."""
         turn, now = self._turn, self._loop.time()
         excuse = None
@@ -245,11 +247,11 @@ class Session:
             excuse = "waits until its events are read"
         elif turn is not None and turn.questions_open:
             excuse = "waits for an answer"
-        return Signs(
+        return Evidence(
             now=now,
             heard_at=now if turn is None else turn.heard_at,
             begun=turn is None or turn.last_event is not None,
-            asked_at=None if self.place.link is None else self.place.link.asked_at,
+            asked_at=None if self.slot.connection is None else self.slot.connection.asked_at,
             samples=samples,
             at_rest=at_rest,
             tools_open=() if turn is None else tuple(turn.tools_open.values()),
@@ -257,24 +259,24 @@ class Session:
             trusted_from=trusted_from,
         )
 
-    def judged(self, judgement: Judgement | None) -> None:
+    def diagnosed(self, diagnosis: Diagnosis | None) -> None:
         """Take note of what the worker is up to."""
-        self.place.judgement = judgement
+        self.slot.diagnosis = diagnosis
 
-    async def replace_stuck(self, judgement: Judgement) -> None:
+    async def replace_stuck(self, diagnosis: Diagnosis) -> None:
         """End a worker that hangs; its turn goes on as after any other death."""
-        await self.place.end_stuck(judgement)
+        await self.slot.end_stuck(diagnosis)
 
     async def kill_for(self, reason: str) -> None:
         """End the worker at once, for a ``reason`` that follows "the worker"."""
-        await self.place.end_for(reason)
+        await self.slot.end_for(reason)
 
     def recycle(self, reason: str) -> None:
         """Let the worker go: now if it is idle, else after its turn and its work in the background."""
         if self.state is State.BUSY or self.works_on:
             self._recycle = reason
         else:
-            self._around.in_background(self.hibernate(0.0, reason=reason))
+            self._services.in_background(self.hibernate(0.0, reason=reason))
 
     # --- what turns ask (turn.TurnHost) ---
 
@@ -282,18 +284,18 @@ class Session:
         """Wait in line, see that a worker is ready, and hand the turn over."""
         self._refuse_if_too_large(turn)  # and not after it has waited
         self.quarantine.check(turn.text)
-        if self.place.state is not State.IDLE and self.place.is_empty:
-            self.place.refuse_start()
+        if self.slot.state is not State.IDLE and self.slot.is_empty:
+            self.slot.refuse_start()
         if self._lock.locked():
             await self._wait_in_line()
         else:
             await self._lock.acquire()
         try:
-            if self._around.admission.condition is not Condition.OPEN:
-                await self._around.admission.passed(self)
+            if self._services.admission.state is not PoolState.OPEN:
+                await self._services.admission.passed(self)
             if self._loop.time() - self._background.resting_since >= LOOKED_AT_AFTER_S:
-                await self.place.end_frozen()
-            if self.place.state is not State.IDLE or self.closed:
+                await self.slot.end_frozen()
+            if self.slot.state is not State.IDLE or self.closed:
                 self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
                 await self._idle_worker(turn)
             if turn.ending is not None:  # cancelled before it began
@@ -312,22 +314,22 @@ class Session:
         if turn.outcome is not None or turn.ending is not None:
             return
         turn.ending = ending
-        if turn is self._turn and self.state is State.BUSY and self.place.link is not None:
-            self.place.link.send(wire.Cancel(turn.turn_id, turn.attempt))
+        if turn is self._turn and self.state is State.BUSY and self.slot.connection is not None:
+            self.slot.connection.send(wire.Cancel(turn.turn_id, turn.attempt))
             self._loop.call_later(self._settings.close_grace_s, self._force, turn)
 
     def answer(self, turn: Turn, question_id: str, text: str) -> None:
         """Pass an answer on to the worker."""
-        if turn is self._turn and self.place.link is not None:
+        if turn is self._turn and self.slot.connection is not None:
             turn.questions_open.pop(question_id, None)
             turn.heard_at = self._loop.time()
-            self.place.link.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text))
+            self.slot.connection.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text))
 
     def drained(self, turn: Turn) -> None:
         """Read on: the events that had piled up are consumed."""
-        if turn is self._turn and self.place.link is not None:
+        if turn is self._turn and self.slot.connection is not None:
             turn.heard_at = self._loop.time()
-            self.place.link.resume_reading()
+            self.slot.connection.resume_reading()
 
     # --- waiting in line ---
 
@@ -356,11 +358,11 @@ class Session:
         self.refuse_if_closed()
         starts = 0
         while turn.ending is None and self.state is not State.IDLE:
-            if self.state is State.STOPPING and self.place.link is not None:
-                await self.place.link.dead()
+            if self.state is State.STOPPING and self.slot.connection is not None:
+                await self.slot.connection.dead()
             elif starts < LAUNCHES_MAX:
                 starts += 1
-                await self.place.filled(self._given_up, given_up=self._given_up is not None)
+                await self.slot.filled(self._given_up, given_up=self._given_up is not None)
             else:
                 raise WorkerStartError(
                     "its workers die as soon as they are ready", step="open", conversation_id=self._id
@@ -400,7 +402,7 @@ class Session:
             self._log.warning("background_lost", work=lost)
         turn = self._turn
         if turn is None:
-            self.ledger.save_soon()
+            self.metadata.save_soon()
             return
         if self._recovering:  # it had taken over and not begun: the recovery that goes on finds that it is gone
             turn.deaths += 1
@@ -414,11 +416,11 @@ class Session:
         turn.tools_open.clear()
         turn.questions_open.clear()
         if turn.deaths > self._settings.restarts_max:
-            self.ledger.status = "failed"
+            self.metadata.status = "failed"
             self._settle(turn, self._crashed(turn, report))
             return
         self._recovering = True
-        self._around.in_background(self._recover(turn, report))
+        self._services.in_background(self._recover(turn, report))
 
     # --- a turn ---
 
@@ -436,10 +438,10 @@ class Session:
         turn.began_at = turn.began_at or now
         turn.heard_at = now
         self._turn = turn
-        self.place.became(Event.TURN_BEGUN)
-        assert self.place.link is not None  # noqa: S101 - for the type checker: an idle session has one
-        self.place.link.hand_over(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
-        self._clocks.watch(turn)
+        self.slot.became(Event.TURN_BEGUN)
+        assert self.slot.connection is not None  # noqa: S101 - for the type checker: an idle session has one
+        self.slot.connection.hand_over(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
+        self._deadlines.watch(turn)
 
     def heard(self, message: Any) -> None:
         """Take a frame of a turn; one that is not of this attempt of this turn has no addressee any more."""
@@ -448,25 +450,25 @@ class Session:
             turn is None
             or message.turn_id != turn.turn_id
             or message.attempt != turn.attempt
-            or self.place.link is None  # the turn waits for another worker, and has none that could speak for it
+            or self.slot.connection is None  # the turn waits for another worker, and has none that could speak for it
         ):
-            self.place.note_unasked()
+            self.slot.note_unasked()
             return
         turn.heard_at = self._loop.time()
         match message:
             case wire.TurnDone():
-                self.ledger.session_id, self.ledger.committed = message.session_id, message.committed
+                self.metadata.session_id, self.metadata.committed = message.session_id, message.committed
                 self._settle(turn, self._done(turn, message))
                 return
             case wire.TextDelta():  # so early, for there may be thousands
                 turn.last_event = "TextDelta"
                 turn.push(message)
-                if turn.lags and self.place.link is not None:
-                    self.place.link.pause_reading()
+                if turn.lags and self.slot.connection is not None:
+                    self.slot.connection.pause_reading()
                 return
             case wire.TurnFailed():
-                self.ledger.session_id = message.session_id or self.ledger.session_id
-                self.ledger.committed = message.committed or self.ledger.committed
+                self.metadata.session_id = message.session_id or self.metadata.session_id
+                self.metadata.committed = message.committed or self.metadata.committed
                 error = AgentFailedError(message.text, reason=message.reason, conversation_id=self._id)
                 self._settle(turn, error if turn.ending is None else self._ended_early(turn))
                 return
@@ -477,25 +479,25 @@ class Session:
             case wire.Question():
                 turn.note_question(message.question_id, turn.heard_at + message.timeout_s)
             case wire.SessionMoved():
-                self.ledger.session_id = message.session_id
-                self.ledger.save_soon()
+                self.metadata.session_id = message.session_id
+                self.metadata.save_soon()
         turn.last_event = type(message).__name__
         turn.push(message)
-        if turn.lags and self.place.link is not None:
-            self.place.link.pause_reading()
+        if turn.lags and self.slot.connection is not None:
+            self.slot.connection.pause_reading()
 
     def heard_background(self, message: wire.BackgroundStarted | wire.BackgroundFinished) -> None:
         """Take note of work that outlasts its turn, and of its end. Neither is part of any turn."""
         background = self._background
-        if self.place.link is None:
-            self.place.note_unasked()
+        if self.slot.connection is None:
+            self.slot.note_unasked()
         elif isinstance(message, wire.BackgroundStarted):
             if background.started(message.job_id, message.name):
                 self._log.info("background_started", job_id=message.job_id, job=message.name)
             else:
-                self.place.note_unasked()
+                self.slot.note_unasked()
         elif (name := background.finished(message.job_id)) is None:
-            self.place.note_unasked()
+            self.slot.note_unasked()
         else:
             self._log.info("background_finished", job_id=message.job_id, job=name)
             self._tell_owner(message)
@@ -505,9 +507,9 @@ class Session:
                 self._nothing_left_to_do()
 
     def _tell_owner(self, message: wire.BackgroundFinished) -> None:
-        if self._around.on_background is not None:
+        if self._services.on_background is not None:
             try:
-                self._around.on_background(self.key, message)
+                self._services.on_background(self.key, message)
             except Exception as error:  # noqa: BLE001 - a fault of the host's is none of the worker's
                 self._log.error("on_background_failed", error=repr(error), exc_info=error)
 
@@ -515,9 +517,9 @@ class Session:
         """Let the worker go if that had to wait for its work, or let whoever needs room have it."""
         if self.state is not State.IDLE:
             return
-        self._around.admission.changed(self)
+        self._services.admission.changed(self)
         if self._recycle is not None:
-            self._around.in_background(self.hibernate(0.0, reason=self._recycle))
+            self._services.in_background(self.hibernate(0.0, reason=self._recycle))
 
     def _done(self, turn: Turn, message: wire.TurnDone) -> Reply | HermesPoolError:
         if message.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
@@ -530,10 +532,10 @@ class Session:
         return self._reply(turn, message.text, message.outcome, message.usage, notice)
 
     def _completed(self, turn: Turn) -> None:
-        self.place.restarts.note_completed()
+        self.slot.restart_budget.note_completed()
         self.quarantine.note_completed(turn.text)
-        self.ledger.turns += 1
-        self.ledger.last_error = None
+        self.metadata.turns += 1
+        self.metadata.last_error = None
 
     def _reply(
         self,
@@ -546,7 +548,7 @@ class Session:
         return Reply(
             text=text,
             conversation_id=self.key.conversation_id,
-            session_id=self.ledger.session_id,
+            session_id=self.metadata.session_id,
             turn_id=turn.turn_id,
             outcome=outcome,
             restarts=turn.deaths,
@@ -563,24 +565,24 @@ class Session:
     def _settle(self, turn: Turn, outcome: Reply | HermesPoolError) -> None:
         """End the running turn: the conversation is free from here on."""
         self._turn = None
-        self._clocks.rest()
+        self._deadlines.rest()
         self._background.rest()
         self._idle_since = self._background.resting_since
-        if self.place.link is None and (type(outcome) is not Reply or outcome.outcome != "completed"):
+        if self.slot.connection is None and (type(outcome) is not Reply or outcome.outcome != "completed"):
             self._given_up = wire.Turn(turn.turn_id, turn.attempt, turn.text)
         if type(outcome) is not Reply:
-            self.ledger.last_error = str(outcome)
+            self.metadata.last_error = str(outcome)
             self._log.info("turn_failed", turn_id=turn.turn_id, error=type(outcome).__name__)
-        if self.place.state is State.BUSY or self.place.state is State.STOPPING:
-            self.place.became(Event.TURN_ENDED)
-        if turn.lags and self.place.link is not None:
-            self.place.link.resume_reading()
+        if self.slot.state is State.BUSY or self.slot.state is State.STOPPING:
+            self.slot.became(Event.TURN_ENDED)
+        if turn.lags and self.slot.connection is not None:
+            self.slot.connection.resume_reading()
         turn.settle(outcome)
-        self.ledger.used()
+        self.metadata.used()
         if self._recycle is None or self.works_on:
             self._lock.release()
         else:
-            self._around.in_background(self._let_go(self._recycle))
+            self._services.in_background(self._let_go(self._recycle))
 
     async def _let_go(self, reason: str) -> None:
         """Let the worker go between two turns, and only then the next message in."""
@@ -588,8 +590,8 @@ class Session:
             if self._background.in_time and await self._work_left():
                 return  # after the next turn, then
             self._recycle = None
-            if self.state is State.IDLE and await self.ledger.save("dormant"):
-                await self.place.vacate(reason)
+            if self.state is State.IDLE and await self.metadata.save("dormant"):
+                await self.slot.vacate(reason)
         finally:
             self._lock.release()
 
@@ -598,18 +600,18 @@ class Session:
     def _over_limit(self, turn: Turn, limit: str, seconds: float) -> None:
         self._log.warning("turn_timed_out", turn_id=turn.turn_id, limit=limit)
         what = "no reply" if limit == "turn_timeout_s" else "no sign of progress"
-        judgement = self.place.judgement
-        verdict = None if judgement is None else f"{judgement.verdict}: {judgement.reason}"
+        diagnosis = self.slot.diagnosis
+        verdict = None if diagnosis is None else f"{diagnosis.verdict}: {diagnosis.reason}"
         said = f"{what} for {seconds:g} s ({limit})" + (f"; its worker was {verdict}" if verdict else "")
         self.cancel(turn, TurnTimeoutError(said, limit=limit, conversation_id=self._id, verdict=verdict))
 
     def _force(self, turn: Turn) -> None:
         """Replace a worker that has not obeyed a cancel."""
         if turn is self._turn and self.state is State.BUSY:
-            self._around.in_background(self._replace_deaf(turn))
+            self._services.in_background(self._replace_deaf(turn))
 
     async def _replace_deaf(self, turn: Turn) -> None:
-        stacks = await self.place.end_deaf()
+        stacks = await self.slot.end_deaf()
         if isinstance(turn.ending, TurnTimeoutError):
             turn.ending.stacks = stacks
 
@@ -632,7 +634,7 @@ class Session:
         if turn.ending is not None:
             return self._ended_early(turn)
         try:
-            opened = await self.place.filled(wire.Turn(turn.turn_id, turn.attempt, turn.text))
+            opened = await self.slot.filled(wire.Turn(turn.turn_id, turn.attempt, turn.text))
         except HermesPoolError as error:
             if turn.ending is not None:
                 return self._ended_early(turn)
@@ -648,7 +650,7 @@ class Session:
         if turn.ending is not None:
             return self._ended_early(turn)
         if self.state is not State.IDLE:  # the new one is gone already
-            return self._crashed(turn, self.place.unreplaced or report)
+            return self._crashed(turn, self.slot.unreplaced or report)
         if not self._may_replay(turn):
             return self._crashed(turn, report)
         turn.attempt += 1

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from hermes_pool import lifecycle
 from hermes_pool.conversation.crashes import report_of
-from hermes_pool.conversation.metadata import Ledger
+from hermes_pool.conversation.metadata import SessionMetadata
 from hermes_pool.conversation.turn import Turn
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import (
@@ -30,9 +30,9 @@ from hermes_pool.errors import (
 )
 from hermes_pool.lifecycle import Event, State
 from hermes_pool.policy.breakers import RestartBudget
-from hermes_pool.policy.liveness import Identity, Judgement, Verdict
-from hermes_pool.process.connection import Death, Stopped, WorkerLink, kill_strays
-from hermes_pool.process.factory import Starter
+from hermes_pool.policy.liveness import Diagnosis, ProcessIdentity, Verdict
+from hermes_pool.process.connection import Death, Stopped, WorkerConnection, kill_strays
+from hermes_pool.process.factory import WorkerFactory
 from hermes_pool.scheduling.admission import Admission, Occupant
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.storage.store import ConversationStore
@@ -43,17 +43,17 @@ from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
 
 SWEEP_UP_AFTER_S = 0.1
-"""How long after a death its leftovers are looked for. The look takes milliseconds of this interpreter's lock."""
+"""How long after a death its orphans are looked for. The look takes milliseconds of this interpreter's lock."""
 _OF_THE_POOL = (WorkerUnusableError, NoCapacityError, PoolUnavailableError)
 """Failed starts that say nothing of this session."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class SessionServices:
     """What all sessions of a pool share."""
 
     settings: PoolSettings
-    starter: Starter
+    factory: WorkerFactory
     store: ConversationStore
     host: str
     log: Any
@@ -92,31 +92,31 @@ class Tenant(Occupant, Protocol):
         """Take note of the end of a worker that was ready; ``wanted`` says that the pool had decided it before."""
 
 
-class Place:
+class WorkerSlot:
     """The place for the worker of one session."""
 
-    def __init__(self, tenant: Tenant, ledger: Ledger, around: Surroundings, log: Any) -> None:
+    def __init__(self, tenant: Tenant, metadata: SessionMetadata, services: SessionServices, log: Any) -> None:
         self.state = State.STOPPED
-        self.link: WorkerLink | None = None
+        self.connection: WorkerConnection | None = None
         """The worker, while it is ready."""
-        self.judgement: Judgement | None = None
+        self.diagnosis: Diagnosis | None = None
         """What it was up to when it was looked at last, in a turn."""
         self.unreplaced: DeathReport | None = None
         """The death of the last worker that nobody wanted, until another one has taken over."""
         self._id = tenant.key.conversation_id
-        self.restarts = RestartBudget(around.settings, monotonic, random.random, conversation_id=self._id)
+        self.restart_budget = RestartBudget(services.settings, monotonic, random.random, conversation_id=self._id)
         self._tenant = tenant
-        self._ledger = ledger
-        self._around = around
+        self._metadata = metadata
+        self._services = services
         self._log = log
         self._loop = asyncio.get_running_loop()
-        self._begun: WorkerLink | None = None
+        self._begun: WorkerConnection | None = None
         self._starting: asyncio.Task[wire.Opened] | None = None
         self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
         self._ready_after_s = 0.0  # from the process' begin, and rather too little than too much
         self._servers: frozenset[int] = frozenset()  # what the agent had started by then
-        self.link_heard = tenant.heard  # straight to whom it concerns
-        self.link_background = tenant.heard_background
+        self.connection_heard = tenant.heard  # straight to whom it concerns
+        self.connection_background = tenant.heard_background
 
     @property
     def is_empty(self) -> bool:
@@ -124,16 +124,16 @@ class Place:
         return self.state not in lifecycle.ALIVE and self._starting is None
 
     @property
-    def newest(self) -> WorkerLink | None:
+    def newest(self) -> WorkerConnection | None:
         """The worker, or the one that is being started."""
-        return self.link or self._begun
+        return self.connection or self._begun
 
     # --- filling it ---
 
     def refuse_start(self) -> None:
         """Raise ``RestartBackoffError`` or ``PoolUnavailableError`` while no worker is to be started."""
-        self.restarts.check()
-        self._around.starter.breaker.check(self._id)
+        self.restart_budget.check()
+        self._services.factory.breaker.check(self._id)
 
     async def filled(self, unfinished: wire.Turn | None, *, given_up: bool = False) -> wire.Opened:
         """Start a worker, or wait for the start that goes on already.
@@ -143,7 +143,7 @@ class Place:
         """
         if self._starting is None:
             self.refuse_start()
-            self._starting = self._around.in_background(self._fill(unfinished, given_up))
+            self._starting = self._services.in_background(self._fill(unfinished, given_up))
         starting = self._starting
         try:
             await asyncio.wait({starting})
@@ -169,33 +169,35 @@ class Place:
 
     async def _fill(self, unfinished: wire.Turn | None, given_up: bool) -> wire.Opened:
         try:
-            await self._around.admission.make_room(self._tenant)
+            await self._services.admission.make_room(self._tenant)
             self._tenant.refuse_if_closed()
             self.became(Event.START_BEGUN)
             try:
-                link = await self._around.starter.start(
+                connection = await self._services.factory.start(
                     self._id, self._request(unfinished, given_up), self, self._start_failed
                 )
-            except asyncio.CancelledError:  # by ``stop_filling``; the link has seen to the process before it let go
+            except (
+                asyncio.CancelledError
+            ):  # by ``stop_filling``; the connection has seen to the process before it let go
                 self.became(Event.STOP_BEGUN)
                 self.became(Event.DIED)
                 raise
             except Exception as error:
                 self._stays_empty(error)
                 raise
-            return self._taken(link)
+            return self._taken(connection)
         finally:
             if self._starting is None or self._starting is asyncio.current_task():
                 self._starting = self._begun = None
 
     async def _request(self, unfinished: wire.Turn | None, given_up: bool) -> wire.Open:
-        ledger = self._ledger
+        metadata = self._metadata
         if self._tenant.turn_running is None:  # else nobody can know better than we
-            await ledger.recall()
-        return self._around.starter.request(
+            await metadata.recall()
+        return self._services.factory.request(
             self._id,
-            session_id=ledger.session_id,
-            committed=ledger.committed,
+            session_id=metadata.session_id,
+            committed=metadata.committed,
             unfinished=unfinished,
             given_up=given_up,
         )
@@ -205,32 +207,32 @@ class Place:
 
     def _stays_empty(self, error: Exception) -> None:
         if isinstance(error, HermesPoolError):
-            error.conversation_id = self._id  # a starter knows of none
+            error.conversation_id = self._id  # a factory knows of none
         if isinstance(error, WorkerStartError) and not isinstance(error, _OF_THE_POOL):
-            self.restarts.note_death()
+            self.restart_budget.note_death()
         self.became(Event.START_FAILED, error=str(error))
-        self._ledger.status = "failed"
-        self._ledger.last_error = str(error)
-        self._ledger.save_soon()
+        self._metadata.status = "failed"
+        self._metadata.last_error = str(error)
+        self._metadata.save_soon()
 
-    def _taken(self, link: WorkerLink) -> wire.Opened:
-        opened, process, ledger = link.opened, link.process, self._ledger
-        assert opened is not None  # noqa: S101 - for the type checker: a link that was started has opened
+    def _taken(self, connection: WorkerConnection) -> wire.Opened:
+        opened, process, metadata = connection.opened, connection.process, self._metadata
+        assert opened is not None  # noqa: S101 - for the type checker: a connection that was started has opened
         assert process is not None  # noqa: S101
-        self.link = link
-        self._ready_after_s = monotonic() - link.started_at - link.steps.get("launch", 0.0)
+        self.connection = connection
+        self._ready_after_s = monotonic() - connection.started_at - connection.steps.get("launch", 0.0)
         self._servers = processes.children_known(process.pid)
         if self.unreplaced is not None:
-            ledger.restart_count += 1
+            metadata.restart_count += 1
             self.unreplaced = None
-        ledger.session_id, ledger.committed = opened.session_id, opened.committed
-        ledger.status, ledger.worker = "healthy", (process.pid, process.create_time)
+        metadata.session_id, metadata.committed = opened.session_id, opened.committed
+        metadata.status, metadata.worker = "healthy", (process.pid, process.create_time)
         self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
         self._tenant.worker_ready(opened)
-        self.became(Event.OPENED, resumed=opened.resumed, steps=link.steps)
+        self.became(Event.OPENED, resumed=opened.resumed, steps=connection.steps)
         if opened.notice is not None:
             self._log.warning("not_resumed", notice=opened.notice)
-        ledger.save_soon()
+        metadata.save_soon()
         return opened
 
     async def processes_left(self) -> tuple[str, ...]:
@@ -238,8 +240,8 @@ class Place:
 
         What the agent started in order to open, such as its servers, is not work of a turn.
         """
-        worker = self._ledger.worker
-        if self.link is None or worker is None:
+        worker = self._metadata.worker
+        if self.connection is None or worker is None:
             return ()
         return await in_thread_or_here(partial(processes.begun_later, *worker, self._ready_after_s, self._servers))
 
@@ -247,106 +249,108 @@ class Place:
 
     async def vacate(self, reason: str) -> Stopped | None:
         """Stop the worker; return what it took, or ``None`` where there is none or another one stops it already."""
-        link = self.link
-        if link is None or self.state not in (State.IDLE, State.BUSY):  # it died by itself in the meantime
+        connection = self.connection
+        if connection is None or self.state not in (State.IDLE, State.BUSY):  # it died by itself in the meantime
             return None
         self.became(Event.STOP_BEGUN, reason=reason)
-        settings = self._around.settings
-        stopping = self._around.in_background(link.stop(settings.close_grace_s, settings.term_grace_s))
+        settings = self._services.settings
+        stopping = self._services.in_background(connection.stop(settings.close_grace_s, settings.term_grace_s))
         await asyncio.wait({stopping})  # whoever gives up waiting does not give up the stop
         stopped: Stopped = stopping.result()
-        self._log.info("stopped", rung=stopped.rung, strays=stopped.strays, left=stopped.left)
+        self._log.info("stopped", how=stopped.how, strays=stopped.strays, left=stopped.left)
         return stopped
 
     async def end_deaf(self) -> tuple[str, ...]:
         """Kill a worker that has not obeyed a cancel; return where its threads were."""
-        link = self.link
-        if link is None or self.state is not State.BUSY:
+        connection = self.connection
+        if connection is None or self.state is not State.BUSY:
             return ()
         self.became(Event.STOP_BEGUN, reason="the turn did not end when it was cancelled")
-        stacks = () if link.is_frozen() else await link.take_stacks()
-        self._around.in_background(link.kill("did not obey a cancel", term_grace_s=self._around.settings.term_grace_s))
+        stacks = () if connection.is_frozen() else await connection.take_stacks()
+        self._services.in_background(
+            connection.kill("did not obey a cancel", term_grace_s=self._services.settings.term_grace_s)
+        )
         return stacks
 
     async def end_frozen(self) -> None:
         """Kill an idle worker that somebody has stopped (SIGSTOP): it would keep the turn that it is given."""
-        link = self.link
-        if link is None or self.state is not State.IDLE or not link.is_frozen():
+        connection = self.connection
+        if connection is None or self.state is not State.IDLE or not connection.is_frozen():
             return
         self._log.warning("idle_worker_frozen")
         self.became(Event.STOP_BEGUN, reason="it was stopped by a signal")
-        await asyncio.wait({self._around.in_background(link.kill("was stopped by a signal"))})
+        await asyncio.wait({self._services.in_background(connection.kill("was stopped by a signal"))})
 
-    async def end_stuck(self, judgement: Judgement) -> None:
+    async def end_stuck(self, diagnosis: Diagnosis) -> None:
         """Kill a worker that hangs, and learn before where; for its turn that is a death like any other."""
-        link = self.link
-        if link is None or self.state is not State.BUSY or link.verdict is not None:
+        connection = self.connection
+        if connection is None or self.state is not State.BUSY or connection.verdict is not None:
             return
-        turn, link.verdict = self._tenant.turn_running, f"{judgement.verdict}: {judgement.reason}"
-        self._log.warning("worker_stuck", verdict=judgement.verdict.value, reason=judgement.reason)
-        if judgement.verdict is not Verdict.FROZEN:
-            await link.take_stacks()
+        turn, connection.verdict = self._tenant.turn_running, f"{diagnosis.verdict}: {diagnosis.reason}"
+        self._log.warning("worker_stuck", verdict=diagnosis.verdict.value, reason=diagnosis.reason)
+        if diagnosis.verdict is not Verdict.FROZEN:
+            await connection.take_stacks()
         if self._tenant.turn_running is turn:
-            link.condemn(f"was {judgement.verdict} ({judgement.reason})")
+            connection.condemn(f"was {diagnosis.verdict} ({diagnosis.reason})")
         else:  # to be asked where it is has interrupted what it was waiting for
-            link.verdict = None
+            connection.verdict = None
 
     async def end_for(self, reason: str) -> None:
         """Kill the worker for a ``reason`` that follows "the worker". An idle one is saved first: nobody waits."""
         if self.state is State.IDLE:
-            await self._ledger.save("dormant")
-        if self.link is not None:
-            self.link.condemn(reason)
+            await self._metadata.save("dormant")
+        if self.connection is not None:
+            self.connection.condemn(reason)
 
-    # --- what the worker does (link.LinkListener) ---
+    # --- what the worker does (connection.ConnectionListener) ---
 
-    def link_begun(self, link: WorkerLink) -> None:
+    def connection_begun(self, connection: WorkerConnection) -> None:
         """Take note of the worker that is being started."""
-        self._ledger.incarnation += 1
-        self._begun = link
+        self._metadata.incarnation += 1
+        self._begun = connection
 
     def note_unasked(self) -> None:
         """Take note of a frame of the worker's, or of the one that is being started, that has no addressee."""
         if self.newest is not None:
             self.newest.note_unasked()
 
-    def link_said(self, line: str) -> None:
+    def connection_said(self, line: str) -> None:
         """Pass a line of the worker's stderr on to the log."""
         self._log.info("worker_stderr", line=line)
 
-    def link_died(self, link: WorkerLink, death: Death) -> None:
+    def connection_died(self, connection: WorkerConnection, death: Death) -> None:
         """Take note of the end of a worker, whoever caused it."""
-        if link is not self.link:
+        if connection is not self.connection:
             return  # it never became ready; its start tells the story
-        worker, ledger = self._ledger.worker, self._ledger
-        self.link = self.judgement = ledger.worker = None
-        ledger.status = "dormant"
+        worker, metadata = self._metadata.worker, self._metadata
+        self.connection = self.diagnosis = metadata.worker = None
+        metadata.status = "dormant"
         self.became(Event.DIED, exit=str(death), wanted=death.wanted)
         report = report_of(
-            link,
+            connection,
             death,
             self._tenant.turn_running,
             key=self._tenant.key,
-            incarnation=ledger.incarnation,
+            incarnation=metadata.incarnation,
             now=self._loop.time(),
             memory=() if worker is None else self._memory_of(worker),
         )
         if not death.wanted:
             self.unreplaced = report
-            self.restarts.note_death()
-            ledger.last_error = f"the worker {report.exit}"
-            self._around.reports.append(report)
+            self.restart_budget.note_death()
+            metadata.last_error = f"the worker {report.exit}"
+            self._services.reports.append(report)
             # Whoever waits for this turn comes first: the log may take longer than all else here.
             self._loop.call_later(0, self._tell, report)
-            self._around.in_background(_sweep_up(link.marker, self._around.sampler, worker))
+            self._services.in_background(_sweep_up(connection.marker, self._services.sampler, worker))
         self._tenant.worker_gone(report, wanted=death.wanted)
 
     def _tell(self, report: DeathReport) -> None:
         self._log.warning("worker_died", **asdict(report))
 
-    def _memory_of(self, worker: Identity) -> list[tuple[float, int]]:
+    def _memory_of(self, worker: ProcessIdentity) -> list[tuple[float, int]]:
         now = monotonic()
-        samples = self._around.sampler.samples(worker)
+        samples = self._services.sampler.samples(worker)
         return [(now - each.at, each.unique_bytes or each.rss_bytes or 0) for each in samples]
 
     # --- the table ---
@@ -360,16 +364,16 @@ class Place:
                 self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
         elif self._tells_changes:
             self._log.info(event.value, state=self.state.value, before=before.value, **facts)
-        self._around.admission.changed(self._tenant)
+        self._services.admission.changed(self._tenant)
 
 
-async def _sweep_up(marker: str, sampler: Sampler, worker: Identity | None) -> None:
+async def _sweep_up(marker: str, sampler: Sampler, worker: ProcessIdentity | None) -> None:
     """End what the tools of a dead worker have left; a little later, since whoever waits for the turn comes first."""
     try:
         await asyncio.sleep(SWEEP_UP_AFTER_S)
     finally:  # also when the pool closes before
         await in_thread_or_here(
-            lambda: (kill_strays(marker), worker is not None and processes.kill(sampler.kin(worker)))
+            lambda: (kill_strays(marker), worker is not None and processes.kill(sampler.process_tree(worker)))
         )
         if worker is not None:
             sampler.forget(worker)

@@ -2,7 +2,7 @@
 
 Pure: samples, times and facts go in, a verdict with its reason comes out. The rule behind all others: silence alone
 condemns nobody, nor does deafness. A worker that holds the interpreter's lock in C code answers no ping and may be hard
-at work; one that waits for a slow model uses no CPU. ``wedged`` needs all signs at once, over time, from looks that
+at work; one that waits for a slow model uses no CPU. ``wedged`` needs all evidence at once, over time, from looks that
 can be trusted. In doubt it is ``slow``, and the limits of the turn decide.
 """
 
@@ -13,7 +13,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Final
 
-Identity = tuple[int, float]
+ProcessIdentity = tuple[int, float]
 """A process: its pid and its create time in seconds since the epoch."""
 
 QUIET_S: Final = 5.0
@@ -36,7 +36,7 @@ STACK_LINES_MAX: Final = 400
 """Most lines of stacks that are kept."""
 
 
-class Condition(StrEnum):
+class ProcessState(StrEnum):
     """What the kernel says that a process is doing."""
 
     RUNNING = "running"
@@ -56,7 +56,7 @@ class Sample:
 
     at: float
     """Monotonic time in seconds."""
-    condition: Condition
+    state: ProcessState
     threads: int = 1
     own_cpu_s: float | None = None
     """CPU time, user and system, of the worker alone."""
@@ -68,7 +68,7 @@ class Sample:
     """Resident memory of them all; pages that they share with others, or with each other, count for each."""
     unique_bytes: int | None = None
     """Their memory with each shared page counted by its share (PSS, and what of it is swapped out)."""
-    descendants: tuple[Identity, ...] = ()
+    descendants: tuple[ProcessIdentity, ...] = ()
     """The living ones, those included that have left their parent, session or environment since they were seen."""
 
 
@@ -88,7 +88,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Diagnosis:
     """A verdict, and one line for people that says why."""
 
     verdict: Verdict
@@ -96,7 +96,7 @@ class Judgement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Signs:
+class Evidence:
     """All that is known of one worker. Moments are monotonic times in seconds, of one clock."""
 
     now: float
@@ -108,7 +108,7 @@ class Signs:
     """When the oldest ping was sent that it has not answered; ``None`` when all are answered."""
     samples: Sequence[Sample]
     """The latest ones, oldest first."""
-    at_rest: frozenset[Identity] = frozenset()
+    at_rest: frozenset[ProcessIdentity] = frozenset()
     """Descendants that it had before the turn, such as servers of tools: it does not wait for those."""
     tools_open: Sequence[str] = ()
     """Names of the tools that it has begun and not finished."""
@@ -144,60 +144,60 @@ class Pulse:
         return False
 
 
-def judge(signs: Signs, *, wedged_after_s: float) -> Judgement:
+def diagnose(evidence: Evidence, *, wedged_after_s: float) -> Diagnosis:
     """Say what a worker is up to. ``wedged_after_s`` is how long it may be deaf and silent before that may be it.
 
     To be asked right after a look: without a fresh sample nobody is ``wedged``.
     """
-    samples = [sample for sample in signs.samples if sample.at >= signs.trusted_from]
-    silent_s = signs.now - max(signs.heard_at, signs.trusted_from)
+    samples = [sample for sample in evidence.samples if sample.at >= evidence.trusted_from]
+    silent_s = evidence.now - max(evidence.heard_at, evidence.trusted_from)
     if not samples:
-        return Judgement(Verdict.SLOW, "nothing is known of it yet, or since time was lost")
+        return Diagnosis(Verdict.SLOW, "nothing is known of it yet, or since time was lost")
     last = samples[-1]
-    if last.condition is Condition.STOPPED:
-        return Judgement(Verdict.FROZEN, "stopped by a signal or a debugger; SIGCONT lets it go on")
-    if silent_s < QUIET_S and signs.heard_at >= signs.trusted_from:
-        return Judgement(Verdict.BUSY, f"sent something {silent_s:.0f} s ago")
+    if last.state is ProcessState.STOPPED:
+        return Diagnosis(Verdict.FROZEN, "stopped by a signal or a debugger; SIGCONT lets it go on")
+    if silent_s < QUIET_S and evidence.heard_at >= evidence.trusted_from:
+        return Diagnosis(Verdict.BUSY, f"sent something {silent_s:.0f} s ago")
     silence = f"silent for {silent_s:.0f} s"
-    if last.condition is Condition.DEAD:
-        return Judgement(Verdict.SLOW, f"{silence}; its process is ending or gone")
+    if last.state is ProcessState.DEAD:
+        return Diagnosis(Verdict.SLOW, f"{silence}; its process is ending or gone")
     if len(samples) > 1 and (work := _own_work(*samples[-2:])):
-        return Judgement(Verdict.BUSY, f"{silence}, but {work}")
-    if children := [pid for pid, began in last.descendants if (pid, began) not in signs.at_rest]:
-        return Judgement(Verdict.BLOCKED_ON_CHILD, f"{silence}; {_waits(signs, children)}")
+        return Diagnosis(Verdict.BUSY, f"{silence}, but {work}")
+    if children := [pid for pid, began in last.descendants if (pid, began) not in evidence.at_rest]:
+        return Diagnosis(Verdict.BLOCKED_ON_CHILD, f"{silence}; {_waits(evidence, children)}")
     if len(samples) > 1 and (work := _work_below(*samples[-2:])):
-        return Judgement(Verdict.BUSY, f"{silence}, but {work}")
-    if last.condition is Condition.UNINTERRUPTIBLE:
-        return Judgement(Verdict.SLOW, f"{silence}; it waits in the kernel (a disk or a network file system)")
-    if signs.excuse is not None:
-        return Judgement(Verdict.SLOW, f"{silence}; it {signs.excuse}")
-    return _silent_and_idle(signs, samples, silence, silent_s, wedged_after_s)
+        return Diagnosis(Verdict.BUSY, f"{silence}, but {work}")
+    if last.state is ProcessState.UNINTERRUPTIBLE:
+        return Diagnosis(Verdict.SLOW, f"{silence}; it waits in the kernel (a disk or a network file system)")
+    if evidence.excuse is not None:
+        return Diagnosis(Verdict.SLOW, f"{silence}; it {evidence.excuse}")
+    return _silent_and_idle(evidence, samples, silence, silent_s, wedged_after_s)
 
 
 def _silent_and_idle(
-    signs: Signs, samples: list[Sample], silence: str, silent_s: float, wedged_after_s: float
-) -> Judgement:
+    evidence: Evidence, samples: list[Sample], silence: str, silent_s: float, wedged_after_s: float
+) -> Diagnosis:
     """Judge one that shows no work at all: it is wedged if it is also deaf, and all of that for long enough."""
-    if signs.asked_at is None:
-        tool = f"; the tool {signs.tools_open[-1]!r} is open" if signs.tools_open else ""
-        return Judgement(Verdict.SLOW, f"{silence}, but it answers{tool}")
-    deaf_since = max(signs.asked_at, signs.trusted_from)
-    deaf_s = signs.now - deaf_since
+    if evidence.asked_at is None:
+        tool = f"; the tool {evidence.tools_open[-1]!r} is open" if evidence.tools_open else ""
+        return Diagnosis(Verdict.SLOW, f"{silence}, but it answers{tool}")
+    deaf_since = max(evidence.asked_at, evidence.trusted_from)
+    deaf_s = evidence.now - deaf_since
     told = f"{silence}, deaf for {deaf_s:.0f} s"
     if min(deaf_s, silent_s) < wedged_after_s:
-        return Judgement(Verdict.SLOW, f"{told}; that may still be work")
-    since = max(deaf_since, signs.heard_at)
+        return Diagnosis(Verdict.SLOW, f"{told}; that may still be work")
+    since = max(deaf_since, evidence.heard_at)
     still = _still_at_the_end([sample for sample in samples if sample.at >= since])
     looked_enough = len(still) >= STILL_LOOKS and still[-1].at - still[0].at >= STILL_S
-    if not looked_enough or signs.now - still[-1].at > STILL_S:
-        return Judgement(Verdict.SLOW, f"{told}; not looked at long enough to know whether it works")
+    if not looked_enough or evidence.now - still[-1].at > STILL_S:
+        return Diagnosis(Verdict.SLOW, f"{told}; not looked at long enough to know whether it works")
     span_s = still[-1].at - still[0].at
-    tool = f" in the tool {signs.tools_open[-1]!r}" if signs.tools_open else ""
-    return Judgement(Verdict.WEDGED, f"{told}{tool}, without CPU, input, output or a running child for {span_s:.0f} s")
+    tool = f" in the tool {evidence.tools_open[-1]!r}" if evidence.tools_open else ""
+    return Diagnosis(Verdict.WEDGED, f"{told}{tool}, without CPU, input, output or a running child for {span_s:.0f} s")
 
 
-def _waits(signs: Signs, children: list[int]) -> str:
-    tool = f" of the tool {signs.tools_open[-1]!r}" if signs.tools_open else ""
+def _waits(evidence: Evidence, children: list[int]) -> str:
+    tool = f" of the tool {evidence.tools_open[-1]!r}" if evidence.tools_open else ""
     if len(children) == 1:
         return f"waits for a child process{tool} (pid {children[0]})"
     return f"waits for {len(children)} child processes{tool} (pid {children[0]} and others)"

@@ -1,7 +1,7 @@
 """One worker: its process, the frames to and from it, its log, and how it ends.
 
-A link is one incarnation and is never reused. It is opened (launch, hello, open), speaks, and dies exactly once; the
-death is told once, with everything that is known of it. It knows messages and nothing of turns.
+A connection is one incarnation and is never reused. It is opened (launch, hello, open), speaks, and dies exactly once;
+its death is reported once, with everything that is known of it. It knows messages and nothing of turns.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Stopped:
     """What it took to stop a worker, what went with it, and the proof that nothing of it is left."""
 
     exit: Exit
-    rung: str
+    how: str
     """``closed`` by itself, ``terminated`` or ``killed``."""
     strays: tuple[int, ...] = ()
     """Pids of what its tools had left running and is ended now, be it by the pool (with SIGKILL) or by the worker."""
@@ -83,26 +83,26 @@ class Stopped:
     its end began, and of what carries its marker. Empty but for a process that the kernel itself cannot end."""
 
 
-class LinkListener(Protocol):
+class ConnectionListener(Protocol):
     """Whose worker it is: a session, or the pool's spares."""
 
-    def link_begun(self, link: "WorkerLink") -> None:
+    def connection_begun(self, connection: "WorkerConnection") -> None:
         """Take note that this worker, which is not ready yet, is started for it."""
 
-    def link_heard(self, message: Any) -> None:
+    def connection_heard(self, message: Any) -> None:
         """Take a frame that belongs to a turn."""
 
-    def link_background(self, message: wire.BackgroundStarted | wire.BackgroundFinished) -> None:
+    def connection_background(self, message: wire.BackgroundStarted | wire.BackgroundFinished) -> None:
         """Take note of work that outlasts its turn, and of its end."""
 
-    def link_said(self, line: str) -> None:
+    def connection_said(self, line: str) -> None:
         """Take a line that the worker wrote to its stderr."""
 
-    def link_died(self, link: "WorkerLink", death: Death) -> None:
+    def connection_died(self, connection: "WorkerConnection", death: Death) -> None:
         """Take note of its death; called once, after the last frame."""
 
 
-class WorkerLink:
+class WorkerConnection:
     """A worker, from its launch to its death.
 
     ``listener`` may change once: when a spare becomes a session's. ``steps`` are the seconds that each step of the
@@ -112,7 +112,7 @@ class WorkerLink:
     def __init__(
         self,
         marker: str,
-        listener: LinkListener,
+        listener: ConnectionListener,
         *,
         frame_bytes_max: int,
         stderr_lines_max: int,
@@ -284,9 +284,9 @@ class WorkerLink:
             if self._unasked >= UNASKED_MAX:  # it is condemned: nothing that it says counts any more
                 return False
             if isinstance(message, wire.TurnMessage):
-                self.listener.link_heard(message)
+                self.listener.connection_heard(message)
             elif isinstance(message, wire.BackgroundStarted | wire.BackgroundFinished):
-                self.listener.link_background(message)
+                self.listener.connection_background(message)
             elif isinstance(message, wire.Imported) and not self._has_told_imports:
                 self._has_told_imports = True
                 self._on_imported(message.modules)
@@ -360,12 +360,12 @@ class WorkerLink:
             future, step = self._waits_for
             if not future.done():
                 future.set_exception(self._died_early(self.death, step))
-        self.listener.link_died(self, self.death)
+        self.listener.connection_died(self, self.death)
 
     def _said(self, line: str) -> None:
         if self._overhears is not None:
             self._overhears(line)
-        self.listener.link_said(line)
+        self.listener.connection_said(line)
 
     # --- ending ---
 
@@ -382,22 +382,22 @@ class WorkerLink:
     async def stop(self, close_grace_s: float, term_grace_s: float) -> Stopped:
         """Ask it to close, then SIGTERM, then SIGKILL it and all its descendants; each step has its limit."""
         self._wanted = True  # before anything is sent, so that the death is known to be wanted
-        rung = "closed"
+        how = "closed"
         family = await self._family()
         self.send(wire.Close())
         if not await self._died_within(close_grace_s):
-            rung = await self._signal(term_grace_s, family)
-        return await self._stopped(rung, family)
+            how = await self._signal(term_grace_s, family)
+        return await self._stopped(how, family)
 
     async def kill(self, cause: str, term_grace_s: float = 0.0) -> Stopped:
         """End it without asking, for ``cause``; SIGTERM comes first where it may take a moment."""
         self._wanted = True
         self._cause = self._cause or cause
-        rung = "killed"
+        how = "killed"
         family: Family = {}
         if self.process is not None and self.death is None:
-            rung = await self._signal(term_grace_s, family)
-        return await self._stopped(rung, family)
+            how = await self._signal(term_grace_s, family)
+        return await self._stopped(how, family)
 
     async def _family(self) -> "Family":
         """Return what is below it. To be asked while it lives: afterwards nothing tells whose they were."""
@@ -407,7 +407,7 @@ class WorkerLink:
         return {each.pid: each for each in found}
 
     async def _signal(self, term_grace_s: float, family: "Family") -> str:
-        """Signal it and all that is below it, and add that to ``family``; return the rung at which it went."""
+        """Signal it and all that is below it, and add that to ``family``; return the how at which it went."""
         process = self.process
         if process is None:
             return "closed"
@@ -421,13 +421,13 @@ class WorkerLink:
         await self._died_within(KILLED_EXIT_S)
         return "killed"
 
-    async def _stopped(self, rung: str, family: "Family") -> Stopped:
+    async def _stopped(self, how: str, family: "Family") -> Stopped:
         status = self.death.exit if self.death is not None else Exit(None)
         if self.process is None:
-            return Stopped(status, rung)
+            return Stopped(status, how)
         worker = self.process.pid, self.process.create_time
         strays, left = await in_thread_or_here(partial(_end_family, worker, self.marker, family))
-        return Stopped(status, rung, strays, worker, left)
+        return Stopped(status, how, strays, worker, left)
 
     async def _died_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -438,7 +438,7 @@ class WorkerLink:
 
 @functools.cache
 def _encoder_for(frame_bytes_max: int) -> wire.FrameEncoder:
-    """Return one for all links of a kind: a frame is with the pipe, or copied, before the next one is made."""
+    """Return one for all connections of a kind: a frame is with the pipe, or copied, before the next one is made."""
     return wire.FrameEncoder(wire.worker_takes(frame_bytes_max))
 
 
@@ -469,7 +469,7 @@ def _end_family(worker: tuple[int, float], marker: str, family: Family) -> tuple
 
 
 def _may_live(pid: int, create_time: float) -> bool:
-    return processes.identify(pid, create_time) in (processes.Identity.CURRENT, processes.Identity.UNKNOWN)
+    return processes.identify(pid, create_time) in (processes.IdentityCheck.CURRENT, processes.IdentityCheck.UNKNOWN)
 
 
 def _launch_error(error: OSError, command: Command) -> WorkerStartError:

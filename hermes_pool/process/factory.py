@@ -15,11 +15,11 @@ from typing import Any
 import hermes_pool_worker
 from hermes_pool.errors import WorkerStartError
 from hermes_pool.policy.breakers import StartBreaker
-from hermes_pool.process.connection import LinkListener, WorkerLink
+from hermes_pool.process.connection import ConnectionListener, WorkerConnection
 from hermes_pool.process.environment import worker_environment
 from hermes_pool.process.launcher import Command, Launcher, WorkerProcess
 from hermes_pool.process.lifeline import Lifeline
-from hermes_pool.process.orphans import Leftovers, end_session
+from hermes_pool.process.orphans import Orphans, end_session
 from hermes_pool.process.portable import PortableLauncher
 from hermes_pool.process.spares import Spares
 from hermes_pool.process.spawn import HAS_PIDFD, SpawnLauncher
@@ -39,7 +39,7 @@ GATE_S = 0.5
 WORKER_PROGRAM = Path(hermes_pool_worker.__file__).with_name("__main__.py")
 
 
-class Starter:
+class WorkerFactory:
     """Starts the workers of one pool."""
 
     def __init__(self, settings: PoolSettings, host_environment: Mapping[str, str], log: Any) -> None:
@@ -50,7 +50,7 @@ class Starter:
         self._log = log
         self._pool = secrets.token_hex(8)
         self._markers = (f"{self._pool}-{number}" for number in count(1))
-        self._leftovers = Leftovers(settings.state_dir, self._pool, log)
+        self._orphans = Orphans(settings.state_dir, self._pool, log)
         self._sweeping: set[asyncio.Task[None]] = set()
         self._lifeline = Lifeline(
             # The host's own interpreter: that of the workers may be anything.
@@ -81,8 +81,8 @@ class Starter:
 
     def warm_up(self) -> None:
         """Take ownership of the pool's processes, and begin with what makes the first starts quick."""
-        self._leftovers.record()
-        self._in_background(self._leftovers.sweep)
+        self._orphans.record()
+        self._in_background(self._orphans.sweep)
         self._make_workspace()
         if isinstance(self._launcher, ZygoteLauncher):
             self._launcher.warm_up()
@@ -95,7 +95,7 @@ class Starter:
         await self._lifeline.close()
         if self._sweeping:
             await asyncio.wait(self._sweeping)
-        self._leftovers.forget()
+        self._orphans.forget()
 
     def _end_session(self, worker: WorkerProcess) -> None:
         self._in_background(partial(end_session, worker.pid, worker.create_time, self._pool))
@@ -136,9 +136,9 @@ class Starter:
         self,
         conversation_id: str,
         request: Coroutine[Any, Any, wire.Open],
-        listener: LinkListener,
+        listener: ConnectionListener,
         on_failure: Callable[[WorkerStartError], None],
-    ) -> WorkerLink:
+    ) -> WorkerConnection:
         """Return a worker that has opened a session, within ``start_timeout_s``: a spare, or up to two launches.
 
         ``request`` says which session; it may take its time (a database is asked), the process is started meanwhile.
@@ -161,13 +161,13 @@ class Starter:
     async def _start(
         self,
         asked: "asyncio.Future[wire.Open]",
-        listener: LinkListener,
+        listener: ConnectionListener,
         on_failure: Callable[[WorkerStartError], None],
         deadline: float,
-    ) -> WorkerLink:
+    ) -> WorkerConnection:
         if (spare := self.spares.take()) is not None:
             spare.listener = listener
-            listener.link_begun(spare)
+            listener.connection_begun(spare)
             try:
                 await spare.open(asked, deadline)
             except WorkerStartError as error:
@@ -176,28 +176,28 @@ class Starter:
                 if spare.death is None:
                     return spare
         for tries_left in reversed(range(LAUNCHES_MAX)):
-            link = self._new_link(listener)
+            connection = self._new_connection(listener)
             try:
-                await self._launch(link, deadline)
-                await link.open(asked, deadline)
+                await self._launch(connection, deadline)
+                await connection.open(asked, deadline)
             except WorkerStartError as error:
                 on_failure(error)
                 if not tries_left or not error.retryable or asyncio.get_running_loop().time() >= deadline:
                     raise
             else:
-                if link.death is None:
-                    return link
+                if connection.death is None:
+                    return connection
         raise WorkerStartError("the worker died as soon as it was ready", step="open")
 
-    async def _start_spare(self, listener: LinkListener) -> tuple[WorkerLink, list[str]]:
+    async def _start_spare(self, listener: ConnectionListener) -> tuple[WorkerConnection, list[str]]:
         """Return a worker that waits for a conversation, and the files that make it stale when they change."""
         deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
-        link = self._new_link(listener)
-        await self._launch(link, deadline)
-        prepared = await link.prepare(wire.Prepare(dict(self._settings.agent_options), self._data_dir), deadline)
-        return link, prepared.watched
+        connection = self._new_connection(listener)
+        await self._launch(connection, deadline)
+        prepared = await connection.prepare(wire.Prepare(dict(self._settings.agent_options), self._data_dir), deadline)
+        return connection, prepared.watched
 
-    async def _launch(self, link: WorkerLink, deadline: float) -> None:
+    async def _launch(self, connection: WorkerConnection, deadline: float) -> None:
         """Have a process started and greet, with few others at the same time: more would only starve the event loop.
 
         One that takes long gives its place to the next, so that no worker that hangs holds up another one.
@@ -206,22 +206,22 @@ class Starter:
         await self._gate.acquire()
         gives_way = loop.call_later(GATE_S, self._gate.release)
         try:
-            await link.launch(self._launcher, self._command(**{MARKER_VARIABLE: link.marker}), deadline)
+            await connection.launch(self._launcher, self._command(**{MARKER_VARIABLE: connection.marker}), deadline)
         finally:
             if gives_way.when() > loop.time():
                 gives_way.cancel()
                 self._gate.release()
 
-    def _new_link(self, listener: LinkListener) -> WorkerLink:
-        link = WorkerLink(
+    def _new_connection(self, listener: ConnectionListener) -> WorkerConnection:
+        connection = WorkerConnection(
             next(self._markers),
             listener,
             frame_bytes_max=self._settings.frame_bytes_max,
             stderr_lines_max=self._settings.stderr_lines_max,
             on_imported=self._learn,
         )
-        listener.link_begun(link)
-        return link
+        listener.connection_begun(connection)
+        return connection
 
     def request(self, conversation_id: str, **session: Any) -> wire.Open:
         """Return the request that opens a session of this pool's agent."""

@@ -16,10 +16,10 @@ from time import monotonic
 from typing import Any, Self
 
 from hermes_pool.system import processes
-from hermes_pool.system.processes import Identity
+from hermes_pool.system.processes import IdentityCheck
 
 SWEEP_S = 5.0
-"""How long the leftovers of others are looked for at most; what remains is found at the next start."""
+"""How long the orphans of others are looked for at most; what remains is found at the next start."""
 ROUNDS_MAX = 10
 """How often it is looked again whether a pool has left anything: what is being ended may still fork."""
 
@@ -65,22 +65,22 @@ class Owner:
             return None
         return None if wrong else owner
 
-    def identify(self) -> Identity:
+    def identify(self) -> IdentityCheck:
         """Say whether it lives."""
         system = _system()
         if self.system != system:
             # This machine was booted since, or the record is another one's, or another container's.
             rebooted = self.host == socket.gethostname() and self.system.split()[0] != system.split()[0]
-            return Identity.GONE if rebooted else Identity.UNKNOWN
+            return IdentityCheck.GONE if rebooted else IdentityCheck.UNKNOWN
         found = processes.identify(self.pid, self.create_time)
         began = _began(self.pid)
-        if found not in (Identity.CURRENT, Identity.REPLACED) or self.began is None or began is None:
+        if found not in (IdentityCheck.CURRENT, IdentityCheck.REPLACED) or self.began is None or began is None:
             return found
         # The create time moves when somebody sets the clock; the ticks do not.
-        return Identity.CURRENT if began == self.began else Identity.REPLACED
+        return IdentityCheck.CURRENT if began == self.began else IdentityCheck.REPLACED
 
 
-class Leftovers:
+class Orphans:
     """The record of one pool, and its look at those of others. All methods block, and raise nothing for the system."""
 
     def __init__(self, state_dir: Path, pool: str, log: Any) -> None:
@@ -114,7 +114,7 @@ class Leftovers:
             if monotonic() >= deadline:
                 break
             owner = Owner.read(file)
-            if owner is None or owner.identify() not in (Identity.GONE, Identity.REPLACED):
+            if owner is None or owner.identify() not in (IdentityCheck.GONE, IdentityCheck.REPLACED):
                 continue
             pids, clean = _end(partial(processes.of_pool, file.stem), deadline)
             if pids:
@@ -136,7 +136,7 @@ def end_session(leader: int, create_time: float, pool: str) -> list[int]:
 
     A pid is not given out again while a session has it; where it is another process's now, the session was empty.
     """
-    if processes.identify(leader, create_time) is not Identity.GONE:
+    if processes.identify(leader, create_time) is not IdentityCheck.GONE:
         return []
 
     def found() -> list[Any]:
@@ -148,7 +148,7 @@ def end_session(leader: int, create_time: float, pool: str) -> list[int]:
 def _end(find: Callable[[], list[Any]], deadline: float) -> tuple[list[int], bool]:
     """End what is found until nothing is; return the pids, and whether nothing is left."""
     ended: list[int] = []
-    spared = processes.kinship(os.getpid())
+    spared = processes.own_tree(os.getpid())
     for _ in range(ROUNDS_MAX):
         found = [process for process in find() if process.pid not in spared]
         if not found:

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from hermes_pool.errors import HermesPoolError
-from hermes_pool.process.connection import Death, LinkListener, WorkerLink
+from hermes_pool.process.connection import ConnectionListener, Death, WorkerConnection
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.system import processes
 from hermes_pool.system.file_stamps import Stamps, stamps_of
@@ -30,13 +30,13 @@ RETRY_AFTER_S = 30.0
 class Spare:
     """A prepared worker, and the state of the files that went into it."""
 
-    link: WorkerLink
+    connection: WorkerConnection
     watched: tuple[str, ...]
     stamps: Stamps
 
     def fresh(self) -> bool:
         """Whether it lives, and would be made the same way now."""
-        return self.link.death is None and stamps_of(self.watched) == self.stamps
+        return self.connection.death is None and stamps_of(self.watched) == self.stamps
 
 
 class Spares:
@@ -45,7 +45,7 @@ class Spares:
     def __init__(
         self,
         wanted: int,
-        start: Callable[[LinkListener], Awaitable[tuple[WorkerLink, Sequence[str]]]],
+        start: Callable[[ConnectionListener], Awaitable[tuple[WorkerConnection, Sequence[str]]]],
         log: Any,
     ) -> None:
         self._wanted = wanted
@@ -57,14 +57,14 @@ class Spares:
         self._leaving: set[asyncio.Task[Any]] = set()
         self._retry_at = 0.0
 
-    def take(self) -> WorkerLink | None:
+    def take(self) -> WorkerConnection | None:
         """Return a spare for good, or ``None`` where there is none; another one is started in its place."""
         while self._ready:
             spare = self._ready.popleft()
             if spare.fresh():
                 self._refill_soon()
-                return spare.link
-            self._let_go(spare.link, "it is stale")
+                return spare.connection
+            self._let_go(spare.connection, "it is stale")
         self._refill_soon()
         return None
 
@@ -90,7 +90,7 @@ class Spares:
             self._filling.cancel()
             await asyncio.wait({self._filling})
         while self._ready:
-            self._let_go(self._ready.popleft().link, "the pool is closing")
+            self._let_go(self._ready.popleft().connection, "the pool is closing")
         if self._leaving:
             await asyncio.wait(self._leaving)
 
@@ -100,12 +100,12 @@ class Spares:
             SessionSnapshot(
                 conversation_id="",
                 state="spare",
-                pid=spare.link.process.pid,
-                create_time=spare.link.process.create_time,
-                uptime_s=monotonic() - spare.link.started_at,
+                pid=spare.connection.process.pid,
+                create_time=spare.connection.process.create_time,
+                uptime_s=monotonic() - spare.connection.started_at,
             )
             for spare in self._ready
-            if spare.link.process is not None
+            if spare.connection.process is not None
         ]
 
     async def _fill(self) -> None:
@@ -115,37 +115,37 @@ class Spares:
                     self._log.info("spares_paused", reason="memory is short")
                     self._retry_at = monotonic() + RETRY_AFTER_S
                     return
-                link, watched = await self._start(self)
-                self._ready.append(Spare(link, tuple(watched), stamps_of(watched)))
+                connection, watched = await self._start(self)
+                self._ready.append(Spare(connection, tuple(watched), stamps_of(watched)))
         except HermesPoolError as error:
             self._log.warning("spare_failed", error=str(error))
             self._retry_at = monotonic() + RETRY_AFTER_S
         finally:
             self._filling = None
 
-    def _let_go(self, link: WorkerLink, why: str) -> None:
-        task = asyncio.get_running_loop().create_task(link.kill(why))
+    def _let_go(self, connection: WorkerConnection, why: str) -> None:
+        task = asyncio.get_running_loop().create_task(connection.kill(why))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    # --- link.LinkListener ---
+    # --- connection.ConnectionListener ---
 
-    def link_begun(self, link: WorkerLink) -> None:
+    def connection_begun(self, connection: WorkerConnection) -> None:
         """Do nothing: it counts when it is ready."""
 
-    def link_heard(self, message: Any) -> None:
+    def connection_heard(self, message: Any) -> None:
         """Drop it: a spare has no turns."""
 
-    def link_background(self, message: Any) -> None:
+    def connection_background(self, message: Any) -> None:
         """Drop it: a spare has nothing to work on."""
 
-    def link_said(self, line: str) -> None:
+    def connection_said(self, line: str) -> None:
         """Pass a line of its stderr on to the log."""
         self._log.info("worker_stderr", line=line)
 
-    def link_died(self, link: WorkerLink, death: Death) -> None:
+    def connection_died(self, connection: WorkerConnection, death: Death) -> None:
         """Forget a spare that has died."""
-        self._ready = deque(spare for spare in self._ready if spare.link is not link)
+        self._ready = deque(spare for spare in self._ready if spare.connection is not connection)
         if not death.wanted:
             self._log.warning("spare_died", exit=str(death))
             self._retry_at = max(self._retry_at, monotonic() + 1.0)  # not in a circle

@@ -1,11 +1,11 @@
 """Who may have a worker, who makes room for whom, and whether the pool begins anything new at all.
 
-A worker needs a slot, and there are ``workers_max``. A session has its slot from the moment it is admitted (so a start
-counts before there is a process) until its process has ended; a session whose worker dies in a turn keeps it, since it
-is about to start another one. Whoever finds no slot stands in a line that is fair between users, while as many idle
+A worker needs a permit, and there are ``workers_max``. A session holds its permit from its admission (a start counts before
+there is a process) until its process has ended. A session whose worker dies in a turn keeps it: it is
+about to start another one. A session that finds none waits in a queue that is fair between users, while as many idle
 sessions as are needed go dormant, the least valuable first. Running sessions are never disturbed.
 
-A slot that becomes free is given to exactly one who waits, by whoever frees it: nobody has to look again, nobody can
+A permit that becomes free is given to exactly one who waits, by whoever frees it: nobody has to look again, nobody can
 snatch it, and one who gives up between the two hands it on.
 """
 
@@ -26,8 +26,8 @@ from hermes_pool.errors import (
     SettingsError,
 )
 from hermes_pool.lifecycle import State
-from hermes_pool.scheduling.fair_queue import FairLine
-from hermes_pool.scheduling.pool_state import MAY_BECOME, Condition, Drained
+from hermes_pool.scheduling.fair_queue import FairQueue
+from hermes_pool.scheduling.pool_state import MAY_BECOME, Drained, PoolState
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot
 
@@ -69,7 +69,7 @@ def gain(idle: Idle) -> float:
     return idle.idle_s * memory_bytes / max(idle.start_s or 0.0, QUICK_START_S)
 
 
-# --- who has a slot, and who waits for one --------------------------------------------------------------------------
+# --- who has a permit, and who waits for one --------------------------------------------------------------------------
 
 
 class Occupant(Protocol):
@@ -105,7 +105,7 @@ class Occupant(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _Permit:
     start_s: float | None = None
     busy_since: float | None = None
     """When its turn began, if the pool has been full ever since."""
@@ -115,10 +115,10 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """Somebody in line. ``admitted`` gets the slot, or the refusal."""
+    """Somebody in the queue. ``admitted`` gets the permit, or the refusal."""
 
     session: Occupant
-    admitted: "asyncio.Future[_Slot]"
+    admitted: "asyncio.Future[_Permit]"
 
     @property
     def user(self) -> str | SessionKey:
@@ -132,7 +132,7 @@ class Waiter:
 
 @dataclass(kw_only=True, eq=False)
 class Admission:
-    """The slots of one pool, the line before them, and the pool's condition.
+    """The permits of one pool, the queue before them, and the pool's state.
 
     ``make_room`` and ``changed`` are called by the sessions, ``passed`` by those that come while ``condition`` is not
     ``OPEN``. Nothing here may be called from another thread than the loop's.
@@ -146,11 +146,11 @@ class Admission:
     memory_of: Callable[[Occupant], int | None] = lambda _: None
     """Memory that would be free without a session's worker, as it was last seen."""
 
-    condition: Condition = field(default=Condition.NEW, init=False)
+    state: PoolState = field(default=PoolState.NEW, init=False)
     """Read by each message; set by ``become`` only."""
     _limit: int = field(init=False)
-    _slots: dict[Occupant, _Slot] = field(default_factory=dict, init=False)
-    _line: FairLine[Waiter] = field(default_factory=FairLine, init=False)
+    _permits: dict[Occupant, _Permit] = field(default_factory=dict, init=False)
+    _queue: FairQueue[Waiter] = field(default_factory=FairQueue, init=False)
     _leaving: set[Occupant] = field(default_factory=set, init=False)
     """Those that have been asked to go dormant."""
     _held: list["asyncio.Future[None]"] = field(default_factory=list, init=False)
@@ -158,7 +158,7 @@ class Admission:
     _begun: dict[Occupant, float] = field(default_factory=dict, init=False)
     """Sessions that start, each with the moment when that began."""
     _holds_s: deque[float] = field(default_factory=lambda: deque(maxlen=HOLDS_KEPT), init=False)
-    """How long slots of the full pool were busy lately, from a turn's begin to its end."""
+    """How long permits of the full pool were busy lately, from a turn's begin to its end."""
     _clock: Callable[[], float] = field(default=time.monotonic, init=False)
     """The loop's, as soon as there is one."""
 
@@ -169,41 +169,41 @@ class Admission:
     def snapshot(self) -> PoolSnapshot:
         """Return what the outside may see."""
         return PoolSnapshot(
-            condition=self.condition.value,
-            workers=len(self._slots),
+            state=self.state.value,
+            workers=len(self._permits),
             workers_max=self._limit,
-            waiting=len(self._line),
+            waiting=len(self._queue),
             held=len(self._held),
-            expected_wait_s=self._expected_wait_s(len(self._line) + 1),
+            expected_wait_s=self._expected_wait_s(len(self._queue) + 1),
         )
 
     # --- what sessions ask ---
 
     async def make_room(self, asking: Occupant) -> None:
-        """Return when one worker more is allowed: the session has its slot from then on, until ``changed`` frees it.
+        """Return when one worker more is allowed: the session has its permit from then on, until ``changed`` frees it.
 
         Waits at most ``wait_timeout_s``, and with ``busy="reject"`` only for an idle session that goes. Raises
-        ``PoolFullError``, ``PoolPausedError`` or ``PoolClosedError``; a cancelled caller leaves the line at once.
+        ``PoolFullError``, ``PoolPausedError`` or ``PoolClosedError``; a cancelled caller leaves the queue at once.
         """
-        if asking in self._slots:  # its worker died in a turn: the slot was kept for this
+        if asking in self._permits:  # its worker died in a turn: the permit was kept for this
             return
-        if not self._line and self._has_slot():
+        if not self._queue and self._has_permit():
             self._take(asking)
             return
         loop = asyncio.get_running_loop()
         waiter = Waiter(asking, loop.create_future())
-        self._line.add(waiter)
+        self._queue.add(waiter)
         overtime = loop.call_later(self.settings.wait_timeout_s, self._refuse, waiter, "too late")
         try:
-            if len(self._line) > self.settings.admissions_waiting_max:
-                # Who would be served last: so a user who fills the line takes nothing from another one.
-                self._refuse(list(self._line)[-1], "too many")
+            if len(self._queue) > self.settings.admissions_waiting_max:
+                # Who would be served last: so a user who fills the queue takes nothing from another one.
+                self._refuse(list(self._queue)[-1], "too many")
             self._serve()
             await waiter.admitted
-            if self.condition is Condition.CLOSED:
+            if self.state is PoolState.CLOSED:
                 raise self._refusal(asking)
-        except BaseException:  # refused, or cancelled; and that may have met the slot on its way
-            self._line.discard(waiter)
+        except BaseException:  # refused, or cancelled; and that may have met the permit on its way
+            self._queue.discard(waiter)
             if not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
                 self._free(asking, waiter.admitted.result())
             raise
@@ -214,79 +214,79 @@ class Admission:
         """Take note of a session's change of state. It is called twice in each turn, and mostly has nothing to do."""
         state = session.state
         if state is State.BUSY or state is State.IDLE:
-            if len(self._slots) >= self._limit or self._begun:
+            if len(self._permits) >= self._limit or self._begun:
                 self._note(session, state)
         elif state is State.STARTING:
             self._begun[session] = self._clock()
         elif state not in lifecycle.ALIVE:
             self._begun.pop(session, None)
-            slot = self._slots.get(session)
-            if slot is not None:
-                self._free_unless_in_turn(session, slot)
+            permit = self._permits.get(session)
+            if permit is not None:
+                self._free_unless_in_turn(session, permit)
 
     def _note(self, session: Occupant, state: State) -> None:
         """Measure starts, and in a full pool turns; have a session go that became idle where it is one too many."""
-        slot = self._slots.get(session)
-        if slot is None:
+        permit = self._permits.get(session)
+        if permit is None:
             return
         now = self._clock()
         if state is State.BUSY:
-            slot.busy_since = now if len(self._slots) >= self._limit else None
+            permit.busy_since = now if len(self._permits) >= self._limit else None
             return
         begun_at = self._begun.pop(session, None)
         if begun_at is not None:
-            slot.start_s = now - begun_at
-        if slot.busy_since is not None:
-            self._holds_s.append(now - slot.busy_since)
-            slot.busy_since = None
-        slot.not_before = 0.0
-        if self._line or len(self._slots) > self._limit:
+            permit.start_s = now - begun_at
+        if permit.busy_since is not None:
+            self._holds_s.append(now - permit.busy_since)
+            permit.busy_since = None
+        permit.not_before = 0.0
+        if self._queue or len(self._permits) > self._limit:
             # Not now: the lock of a session that becomes idle is still held.
             asyncio.get_running_loop().call_soon(self._serve)
 
-    # --- slots ---
+    # --- permits ---
 
-    def _has_slot(self) -> bool:
-        return len(self._slots) < self._limit and self.condition is not Condition.PAUSED
+    def _has_permit(self) -> bool:
+        return len(self._permits) < self._limit and self.state is not PoolState.PAUSED
 
-    def _take(self, session: Occupant) -> _Slot:
-        slot = self._slots[session] = _Slot()
-        return slot
+    def _take(self, session: Occupant) -> _Permit:
+        permit = self._permits[session] = _Permit()
+        return permit
 
-    def _free(self, session: Occupant, slot: _Slot) -> None:
-        if self._slots.get(session) is slot:
-            del self._slots[session]
+    def _free(self, session: Occupant, permit: _Permit) -> None:
+        if self._permits.get(session) is permit:
+            del self._permits[session]
             self._serve()
             self._measure_no_more()
 
     def _measure_no_more(self) -> None:
         """Forget when turns began, unless the pool is full: their ends may not be noted."""
-        if len(self._slots) < self._limit:
-            for slot in self._slots.values():
-                slot.busy_since = None
+        if len(self._permits) < self._limit:
+            for permit in self._permits.values():
+                permit.busy_since = None
 
-    def _free_unless_in_turn(self, session: Occupant, slot: _Slot) -> None:
-        """Free the slot of a session without a process, but not before the turn in which its worker died is settled."""
-        if session.state in lifecycle.ALIVE or self._slots.get(session) is not slot:
+    def _free_unless_in_turn(self, session: Occupant, permit: _Permit) -> None:
+        """Free the permit of a session without a process, once the turn in which its worker died has settled."""
+        if session.state in lifecycle.ALIVE or self._permits.get(session) is not permit:
             return
-        if not session.in_turn or self.condition is Condition.CLOSED:
-            self._free(session, slot)
+        if not session.in_turn or self.state is PoolState.CLOSED:
+            self._free(session, permit)
         else:
-            asyncio.get_running_loop().call_later(LOOK_S, self._free_unless_in_turn, session, slot)
+            asyncio.get_running_loop().call_later(LOOK_S, self._free_unless_in_turn, session, permit)
 
     def _serve(self) -> None:
-        """Give free slots to those who are next, and have idle sessions go for those who are left."""
-        while self._line and self._has_slot():
-            waiter = self._line.pop()
+        """Give free permits to those who are next, and have idle sessions go for those who are left."""
+        while self._queue and self._has_permit():
+            waiter = self._queue.pop()
             if not waiter.admitted.done():  # else it was cancelled a moment ago
                 waiter.admitted.set_result(self._take(waiter.session))
-        if self._line or len(self._slots) > self._limit:
+        if self._queue or len(self._permits) > self._limit:
             self._make_some_go()
 
     def _make_some_go(self) -> None:
-        wanted = 0 if self.condition is Condition.PAUSED else len(self._line)
-        going = sum(session in self._leaving or session.state is State.STOPPING for session in self._slots)
-        short = len(self._slots) + wanted - self._limit - going
+        wanted = 0 if self.state is PoolState.PAUSED else len(self._queue)
+        going = sum(session in self._leaving or session.state is State.STOPPING for session in self._permits)
+        short = len(self._permits) + wanted - self._limit - going
         if short <= 0:
             return
         for session in self._dispensable()[:short]:
@@ -294,7 +294,7 @@ class Admission:
             self.in_background(self._let_go(session))
             short -= 1
         if short > 0 and self.settings.busy == "reject":
-            for waiter in list(self._line)[-short:]:
+            for waiter in list(self._queue)[-short:]:
                 self._refuse(waiter, "busy")
 
     def _dispensable(self) -> list[Occupant]:
@@ -302,41 +302,41 @@ class Admission:
         now = self._clock()
         idle = [
             session
-            for session, slot in self._slots.items()
+            for session, permit in self._permits.items()
             if session.idle_s() is not None
             and not session.waiting
             and session not in self._leaving
-            and now >= slot.not_before
+            and now >= permit.not_before
         ]
         return sorted(idle, key=self.worth)
 
     def worth(self, session: Occupant) -> float:
         """Return how much an idle session's worker is worth keeping: less, the more is gained by letting it go."""
-        slot = self._slots.get(session)
-        return -gain(Idle(session.idle_s() or 0.0, None if slot is None else slot.start_s, self.memory_of(session)))
+        permit = self._permits.get(session)
+        return -gain(Idle(session.idle_s() or 0.0, None if permit is None else permit.start_s, self.memory_of(session)))
 
     async def _let_go(self, session: Occupant) -> None:
         went = False
         try:
-            if session.idle_s() is not None and not session.waiting:  # else it would wait in line for its own turn
+            if session.idle_s() is not None and not session.waiting:  # else it would wait in the queue for its own turn
                 went = await session.hibernate(0.0, room_is_needed=True)
         finally:
             self._leaving.discard(session)
-            slot = self._slots.get(session)
-            if not went and slot is not None:
-                slot.not_before = self._clock() + TRY_AGAIN_S
+            permit = self._permits.get(session)
+            if not went and permit is not None:
+                permit.not_before = self._clock() + TRY_AGAIN_S
                 asyncio.get_running_loop().call_later(TRY_AGAIN_S, self._serve)
             self._serve()
 
     def tidy(self) -> None:
-        """Free the slots of sessions that are at rest: none should be left, but a lost slot would be lost for ever.
+        """Free the permits of sessions that are at rest: none should be left, but a lost permit would be lost for ever.
 
-        And serve those in line: a session may have become idle by nothing but time, when its work took too long.
+        And serve those in the queue: a session may have become idle by nothing but time, when its work took too long.
         """
-        for session, slot in list(self._slots.items()):
+        for session, permit in list(self._permits.items()):
             if session.at_rest:
-                self.log.warning("slot_lost", conversation_id=session.key.conversation_id)
-                self._free(session, slot)
+                self.log.warning("permit_lost", conversation_id=session.key.conversation_id)
+                self._free(session, permit)
         self._serve()
 
     # --- refusals ---
@@ -344,51 +344,51 @@ class Admission:
     def _refuse(self, waiter: Waiter, why: str) -> None:
         if waiter.admitted.done():
             return
-        position = self._line.position(waiter)
-        self._line.discard(waiter)
-        if self.condition is Condition.PAUSED:
+        position = self._queue.position(waiter)
+        self._queue.discard(waiter)
+        if self.state is PoolState.PAUSED:
             waiter.admitted.set_exception(self._refusal(waiter.session))
             return
         expected_s = self._expected_wait_s(position)
         pace = "" if expected_s is None else f", about {expected_s:.3g} s at the present pace"
         problem = {
             "busy": f'none is idle, and you do not want to wait (busy="reject"); it would be number {position}{pace}',
-            "too many": f"{len(self._line)} messages wait for one already (admissions_waiting_max); it would be number "
-            f"{position} in line{pace}",
+            "too many": f"{len(self._queue)} messages wait for one already (admissions_waiting_max); it would be "
+            f"number {position} in the queue{pace}",
             "too late": f"none became free within {self.settings.wait_timeout_s:g} s (wait_timeout_s); it was number "
-            f"{position} in line{pace}",
+            f"{position} in the queue{pace}",
         }[why]
         error = PoolFullError(
             f"all {self._limit} workers (workers_max) are taken, and {problem}. Try again later, answer it another "
             "way, or allow more workers",
             position=position,
-            waiting=len(self._line),
+            waiting=len(self._queue),
             expected_wait_s=expected_s,
             conversation_id=waiter.session.key.conversation_id,
         )
         waiter.admitted.set_exception(error)
 
     def _expected_wait_s(self, position: int) -> float | None:
-        """Reckon how long a place in line takes: so many turns must end, of as many as there are slots."""
-        if len(self._slots) < self._limit and not self._line:
+        """Reckon how long a place in the queue takes: so many turns must end, of as many as there are permits."""
+        if len(self._permits) < self._limit and not self._queue:
             return 0.0
         if not self._holds_s:
             return None
         return position * sum(self._holds_s) / len(self._holds_s) / self._limit
 
     def _refusal(self, session: Occupant | None = None) -> HermesPoolError:
-        """Return the error that says why nothing is begun in this condition."""
+        """Return the error that says why nothing is begun in this state."""
         conversation_id = None if session is None else session.key.conversation_id
-        match self.condition:
-            case Condition.NEW:
+        match self.state:
+            case PoolState.NEW:
                 return PoolClosedError("enter the pool first: async with", conversation_id=conversation_id)
-            case Condition.DRAINING | Condition.DRAINED:
+            case PoolState.DRAINING | PoolState.DRAINED:
                 return PoolDrainingError(
-                    f"the pool is {self.condition.value} and begins nothing new. Answer it another way, or resume() "
+                    f"the pool is {self.state.value} and begins nothing new. Answer it another way, or resume() "
                     "the pool",
                     conversation_id=conversation_id,
                 )
-            case Condition.PAUSED:
+            case PoolState.PAUSED:
                 return PoolPausedError(
                     "the pool is paused, and was not resumed in time (wait_timeout_s). Try again later, answer it "
                     "another way, or resume() the pool",
@@ -396,11 +396,11 @@ class Admission:
                 )
         return PoolClosedError("the pool is closed", conversation_id=conversation_id)
 
-    # --- the condition ---
+    # --- the state ---
 
     def refuse_new(self) -> None:
         """Raise what a new message gets now; nothing where it may come, be it to wait."""
-        if self.condition is not Condition.OPEN and self.condition is not Condition.PAUSED:
+        if self.state is not PoolState.OPEN and self.state is not PoolState.PAUSED:
             raise self._refusal()
 
     async def passed(self, session: Occupant) -> None:
@@ -411,7 +411,7 @@ class Admission:
         """
         settings = self.settings
         deadline = self._clock() + settings.wait_timeout_s
-        while self.condition is Condition.PAUSED:
+        while self.state is PoolState.PAUSED:
             if settings.busy == "reject":
                 raise self._refusal(session)
             if len(self._held) >= settings.admissions_waiting_max:
@@ -423,7 +423,7 @@ class Admission:
                     conversation_id=session.key.conversation_id,
                 )
             await self._hold(session, deadline)
-        if self.condition is not Condition.OPEN and self.condition is not Condition.DRAINING:
+        if self.state is not PoolState.OPEN and self.state is not PoolState.DRAINING:
             raise self._refusal(session)
 
     async def _hold(self, session: Occupant, deadline: float) -> None:
@@ -438,53 +438,53 @@ class Admission:
             if held in self._held:
                 self._held.remove(held)
 
-    def become(self, condition: Condition) -> None:
+    def become(self, state: PoolState) -> None:
         """Change the condition; raises ``PoolClosedError``, or one of its kinds, where that cannot be."""
-        before = self.condition
-        if condition is before:
+        before = self.state
+        if state is before:
             return
-        if condition not in MAY_BECOME[before]:
+        if state not in MAY_BECOME[before]:
             raise self._refusal()
-        if before is Condition.NEW:
+        if before is PoolState.NEW:
             self._clock = asyncio.get_running_loop().time
-        self.condition = condition
-        self.log.info("pool_condition", condition=condition.value, before=before.value)
-        if condition is not Condition.PAUSED:
+        self.state = state
+        self.log.info("pool_state", state=state.value, before=before.value)
+        if state is not PoolState.PAUSED:
             held, self._held = self._held, []
             for each in held:
                 if not each.done():
                     each.set_result(None)
-        if condition is Condition.CLOSED:
-            for waiter in list(self._line):
-                self._line.discard(waiter)
+        if state is PoolState.CLOSED:
+            for waiter in list(self._queue):
+                self._queue.discard(waiter)
                 if not waiter.admitted.done():
                     waiter.admitted.set_exception(self._refusal(waiter.session))
         self._serve()
 
     def resume(self) -> None:
         """Begin turns again."""
-        if self.condition is Condition.NEW:
+        if self.state is PoolState.NEW:
             raise self._refusal()
-        self.become(Condition.OPEN)
+        self.become(PoolState.OPEN)
 
     async def pause(self, deadline_s: float) -> int:
         """Begin no more turns, wait up to ``deadline_s`` for those that run, and return how many still do."""
-        self.become(Condition.PAUSED)
-        await self._rest(deadline_s, self._running, Condition.PAUSED)
+        self.become(PoolState.PAUSED)
+        await self._rest(deadline_s, self._running, PoolState.PAUSED)
         return self._running()
 
     async def drain(self, deadline_s: float) -> Drained:
         """Finish what has come in, refuse what is new, end at the deadline what is left; as the manager's ``drain``."""
-        if self.condition is Condition.DRAINED:
+        if self.state is PoolState.DRAINED:
             return Drained(0, 0)
-        self.become(Condition.DRAINING)
+        self.become(PoolState.DRAINING)
         before = self._unanswered()
-        undisturbed = await self._rest(deadline_s, self._unanswered, Condition.DRAINING)
+        undisturbed = await self._rest(deadline_s, self._unanswered, PoolState.DRAINING)
         cut = self._unanswered()
         if not undisturbed:  # resumed or closed meanwhile
             return Drained(max(0, before - cut), 0)
-        self.become(Condition.DRAINED)
-        while self._is(Condition.DRAINED) and (busy := [each for each in self.sessions() if _unanswered(each)]):
+        self.become(PoolState.DRAINED)
+        while self._is(PoolState.DRAINED) and (busy := [each for each in self.sessions() if _unanswered(each)]):
             await asyncio.wait({self.in_background(session.stop("the pool was drained")) for session in busy})
             await asyncio.sleep(LOOK_S)
         return Drained(max(0, before - cut), cut)
@@ -498,15 +498,15 @@ class Admission:
         self._serve()
         self._measure_no_more()
 
-    async def _rest(self, deadline_s: float, count: Callable[[], int], condition: Condition) -> bool:
-        """Wait until nothing is left to count, or the deadline; say whether the condition is still the same."""
+    async def _rest(self, deadline_s: float, count: Callable[[], int], state: PoolState) -> bool:
+        """Wait until nothing is left to count, or the deadline; say whether the state is still the same."""
         deadline = self._clock() + deadline_s
-        while self._is(condition) and count() and (left_s := deadline - self._clock()) > 0:  # noqa: ASYNC110 - see below
+        while self._is(state) and count() and (left_s := deadline - self._clock()) > 0:  # noqa: ASYNC110 - see below
             await asyncio.sleep(min(LOOK_S, left_s))  # not every end of a wait is announced
-        return self._is(condition)
+        return self._is(state)
 
-    def _is(self, condition: Condition) -> bool:
-        return self.condition is condition  # a function, since it changes while others wait
+    def _is(self, state: PoolState) -> bool:
+        return self.state is state  # a function, since it changes while others wait
 
     def _running(self) -> int:
         """Count turns that run, or whose worker is being started."""
@@ -517,5 +517,5 @@ class Admission:
 
 
 def _unanswered(session: Occupant) -> int:
-    """Count the messages of a session that are in line or on their way; a session that goes dormant counts as one."""
+    """Count a session's messages that wait or are on their way; a session that goes dormant counts as one."""
     return session.waiting + (not session.at_rest and not session.is_resting)

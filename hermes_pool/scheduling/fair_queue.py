@@ -1,4 +1,4 @@
-"""Who is next: a line that users share fairly."""
+"""Who is next: a queue that users share fairly."""
 
 from collections.abc import Hashable, Iterator
 from itertools import chain, zip_longest
@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiting(Protocol):
-    """Somebody who can stand in line."""
+    """Somebody who can stand in the queue."""
 
     @property
     def user(self) -> Hashable:
@@ -19,7 +19,7 @@ class Waiting(Protocol):
 W = TypeVar("W", bound=Waiting)
 
 
-class FairLine(Generic[W]):
+class FairQueue(Generic[W]):
     """A line in which users take turns, and each user's own are served first come first served."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class FairLine(Generic[W]):
         self._users.setdefault(waiter.user, {})[waiter] = None
 
     def discard(self, waiter: W) -> None:
-        """Leave the line; nothing happens to one who has left."""
+        """Leave the queue; nothing happens to one who has left."""
         own = self._users.get(waiter.user)
         if own is not None:
             own.pop(waiter, None)

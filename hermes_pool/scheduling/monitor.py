@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from hermes_pool.lifecycle import State
-from hermes_pool.policy.liveness import Identity, Judgement, Pulse, Sample, Signs, Verdict, judge
+from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, Pulse, Sample, Verdict, diagnose
 from hermes_pool.policy.memory import Action, Activity, MemoryLimits, MemoryPolicy, Usage
 from hermes_pool.settings import PoolSettings
 from hermes_pool.system.sampler import Sampler, since_boot
@@ -24,14 +24,14 @@ CLOSE_EVERY_S = 2.0
 
 
 class Ward(Protocol):
-    """A session, as its caretaker sees it."""
+    """A session, as its monitor sees it."""
 
     @property
     def state(self) -> State:
         """What its worker is doing."""
 
     @property
-    def worker(self) -> Identity | None:
+    def worker(self) -> ProcessIdentity | None:
         """Its worker, if it is ready."""
 
     @property
@@ -45,13 +45,15 @@ class Ward(Protocol):
     def ask(self) -> None:
         """Ask the worker for a sign of life, unless it owes one already."""
 
-    def signs(self, samples: tuple[Sample, ...], at_rest: frozenset[Identity], trusted_from: float) -> Signs:
+    def evidence(
+        self, samples: tuple[Sample, ...], at_rest: frozenset[ProcessIdentity], trusted_from: float
+    ) -> Evidence:
         """Return all that is known of a worker in a turn."""
 
-    def judged(self, judgement: Judgement | None) -> None:
+    def diagnosed(self, diagnosis: Diagnosis | None) -> None:
         """Take note of what was found; ``None``: nothing to judge."""
 
-    async def replace_stuck(self, judgement: Judgement) -> None:
+    async def replace_stuck(self, diagnosis: Diagnosis) -> None:
         """End a worker that hangs; its turn goes on as after any other death."""
 
     async def kill_for(self, reason: str) -> None:
@@ -61,7 +63,7 @@ class Ward(Protocol):
         """Let the worker go: now if it is idle, else after its turn and its work in the background."""
 
 
-class Caretaker:
+class Monitor:
     """One for a pool. ``wards`` are its sessions; ``worth`` tells how much an idle one is worth keeping."""
 
     def __init__(
@@ -81,7 +83,7 @@ class Caretaker:
         self._in_background = in_background
         self._log = log
         limits = MemoryLimits(**{each.name: getattr(settings, each.name) for each in fields(MemoryLimits)})
-        self._policy: MemoryPolicy[Identity] = MemoryPolicy(limits)
+        self._policy: MemoryPolicy[ProcessIdentity] = MemoryPolicy(limits)
         self._pulse = Pulse()
 
     async def run(self) -> None:
@@ -102,7 +104,9 @@ class Caretaker:
                 look_at_all = loop.time() + self._settings.sample_s
             due = min(look_at_all, loop.time() + CLOSE_EVERY_S) if in_turn else look_at_all
 
-    async def _look(self, wards: dict[Identity, Ward], in_turn: dict[Identity, Ward], *, at_all: bool) -> None:
+    async def _look(
+        self, wards: dict[ProcessIdentity, Ward], in_turn: dict[ProcessIdentity, Ward], *, at_all: bool
+    ) -> None:
         looked_at = wards if at_all else in_turn
         if not looked_at:
             return
@@ -112,29 +116,29 @@ class Caretaker:
         above = self._policy.unique_above_bytes
         await in_thread_or_here(partial(self._sampler.look, wanted, unique_above_bytes=above))
         here = {worker: ward for worker, ward in wards.items() if ward.worker == worker}
-        self._judge({worker: ward for worker, ward in here.items() if worker in looked_at})
+        self._diagnose({worker: ward for worker, ward in here.items() if worker in looked_at})
         self._keep_small(here)  # all of them: a total of some would mean nothing
 
-    def _judge(self, wards: dict[Identity, Ward]) -> None:
+    def _diagnose(self, wards: dict[ProcessIdentity, Ward]) -> None:
         for worker, ward in wards.items():
             if ward.state is not State.BUSY:
-                ward.judged(None)
+                ward.diagnosed(None)
                 continue
             sampler = self._sampler
-            signs = ward.signs(sampler.samples(worker), sampler.at_rest(worker), self._pulse.trusted_from)
-            judgement = judge(signs, wedged_after_s=self._settings.wedged_after_s)
-            ward.judged(judgement)
-            if judgement.verdict is Verdict.WEDGED or self._stays_frozen(signs, judgement):
-                self._in_background(ward.replace_stuck(judgement))
+            evidence = ward.evidence(sampler.samples(worker), sampler.at_rest(worker), self._pulse.trusted_from)
+            diagnosis = diagnose(evidence, wedged_after_s=self._settings.wedged_after_s)
+            ward.diagnosed(diagnosis)
+            if diagnosis.verdict is Verdict.WEDGED or self._stays_frozen(evidence, diagnosis):
+                self._in_background(ward.replace_stuck(diagnosis))
 
-    def _stays_frozen(self, signs: Signs, judgement: Judgement) -> bool:
+    def _stays_frozen(self, evidence: Evidence, diagnosis: Diagnosis) -> bool:
         """Say whether a stopped worker is given up. One that was stopped before it began has done nothing yet."""
-        if judgement.verdict is not Verdict.FROZEN:
+        if diagnosis.verdict is not Verdict.FROZEN:
             return False
-        silent_s = signs.now - max(signs.heard_at, signs.trusted_from)
-        return not signs.begun or silent_s >= self._settings.wedged_after_s
+        silent_s = evidence.now - max(evidence.heard_at, evidence.trusted_from)
+        return not evidence.begun or silent_s >= self._settings.wedged_after_s
 
-    def _keep_small(self, wards: dict[Identity, Ward]) -> None:
+    def _keep_small(self, wards: dict[ProcessIdentity, Ward]) -> None:
         seen = [(worker, ward, self._sampler.samples(worker)) for worker, ward in wards.items()]
         usages = [
             Usage(

@@ -1,10 +1,10 @@
-"""The condition of a pool as a whole, and how it may change."""
+"""The state of a pool as a whole, and how it may change."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Condition(StrEnum):
+class PoolState(StrEnum):
     """What the pool as a whole does with messages."""
 
     NEW = "new"
@@ -19,13 +19,13 @@ class Condition(StrEnum):
     CLOSED = "closed"
 
 
-MAY_BECOME: dict[Condition, frozenset[Condition]] = {
-    Condition.NEW: frozenset({Condition.OPEN, Condition.CLOSED}),
-    Condition.OPEN: frozenset({Condition.PAUSED, Condition.DRAINING, Condition.CLOSED}),
-    Condition.PAUSED: frozenset({Condition.OPEN, Condition.DRAINING, Condition.CLOSED}),
-    Condition.DRAINING: frozenset({Condition.OPEN, Condition.DRAINED, Condition.CLOSED}),
-    Condition.DRAINED: frozenset({Condition.OPEN, Condition.CLOSED}),
-    Condition.CLOSED: frozenset(),
+MAY_BECOME: dict[PoolState, frozenset[PoolState]] = {
+    PoolState.NEW: frozenset({PoolState.OPEN, PoolState.CLOSED}),
+    PoolState.OPEN: frozenset({PoolState.PAUSED, PoolState.DRAINING, PoolState.CLOSED}),
+    PoolState.PAUSED: frozenset({PoolState.OPEN, PoolState.DRAINING, PoolState.CLOSED}),
+    PoolState.DRAINING: frozenset({PoolState.OPEN, PoolState.DRAINED, PoolState.CLOSED}),
+    PoolState.DRAINED: frozenset({PoolState.OPEN, PoolState.CLOSED}),
+    PoolState.CLOSED: frozenset(),
 }
 
 

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterable
 
-from hermes_pool.policy.liveness import Condition
+from hermes_pool.policy.liveness import ProcessState
 from hermes_pool.system.samples import Stat
 
 
@@ -27,7 +27,7 @@ class LinuxSource:
         # After the name, which is in parentheses and may hold anything.
         fields = data[data.rindex(b")") + 2 :].split(None, 22)
         return Stat(
-            condition=_CONDITIONS.get(fields[0], Condition.UNKNOWN),
+            state=_STATES.get(fields[0], ProcessState.UNKNOWN),
             parent=int(fields[1]),
             started=int(fields[19]),
             cpu_s=(int(fields[11]) + int(fields[12])) / self._ticks,
@@ -76,7 +76,13 @@ def _file(path: str) -> bytes | None:
         os.close(descriptor)
 
 
-_CONDITIONS = {
-    b"R": Condition.RUNNING, b"S": Condition.SLEEPING, b"I": Condition.SLEEPING, b"D": Condition.UNINTERRUPTIBLE,
-    b"T": Condition.STOPPED, b"t": Condition.STOPPED, b"Z": Condition.DEAD, b"X": Condition.DEAD,
-}  # fmt: skip
+_STATES = {
+    b"R": ProcessState.RUNNING,
+    b"S": ProcessState.SLEEPING,
+    b"I": ProcessState.SLEEPING,
+    b"D": ProcessState.UNINTERRUPTIBLE,
+    b"T": ProcessState.STOPPED,
+    b"t": ProcessState.STOPPED,
+    b"Z": ProcessState.DEAD,
+    b"X": ProcessState.DEAD,
+}

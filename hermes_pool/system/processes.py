@@ -40,7 +40,7 @@ _FROZEN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-class Identity(StrEnum):
+class IdentityCheck(StrEnum):
     """Who a ``(pid, create_time)`` is now."""
 
     CURRENT = "current"
@@ -71,7 +71,7 @@ _DEAD = Look("dead")
 _UNKNOWN = Look("unknown")
 
 
-def identify(pid: int, create_time: float) -> Identity:
+def identify(pid: int, create_time: float) -> IdentityCheck:
     """Say whether ``pid`` still is the process that was created at ``create_time`` (seconds since the epoch)."""
     return _find(pid, create_time)[0]
 
@@ -95,7 +95,7 @@ def descendants(pid: int, create_time: float) -> list[psutil.Process]:
     The children of a dead process are no longer below it: ``marked`` finds those.
     """
     identity, process = _find(pid, create_time)
-    if identity is not Identity.CURRENT or process is None or _childless(pid):
+    if identity is not IdentityCheck.CURRENT or process is None or _childless(pid):
         return []
     return _below(process, _children())
 
@@ -121,7 +121,7 @@ def begun_later(pid: int, create_time: float, after_s: float, known: frozenset[i
     together; they are told in steps of some 10 ms.
     """
     identity, process = _find(pid, create_time)
-    if identity is not Identity.CURRENT or process is None or _childless(pid):
+    if identity is not IdentityCheck.CURRENT or process is None or _childless(pid):
         return ()
     children = _children()
     children[pid] = [child for child in children.get(pid, ()) if child not in known]
@@ -164,7 +164,7 @@ def of_pool(pool: str) -> list[psutil.Process]:
     return list(found.values())
 
 
-def kinship(pid: int) -> set[int]:
+def own_tree(pid: int) -> set[int]:
     """Return the pids of a process, of all that it descends from, and of all that descends from it."""
     found = {pid}
     with suppress(psutil.Error, OSError):
@@ -230,27 +230,27 @@ def catches(pid: int, number: int) -> bool:
 # --- looking ----------------------------------------------------------------------------------------------------------
 
 
-def _find(pid: int, create_time: float) -> tuple[Identity, psutil.Process | None]:
+def _find(pid: int, create_time: float) -> tuple[IdentityCheck, psutil.Process | None]:
     if pid <= 0:
-        return Identity.GONE, None
+        return IdentityCheck.GONE, None
     try:
         process = psutil.Process(pid)
         if abs(process.create_time() - create_time) > CREATE_TIME_TOLERANCE_S:
-            return Identity.REPLACED, None
+            return IdentityCheck.REPLACED, None
         if process.status() in _GONE:
-            return Identity.GONE, None
+            return IdentityCheck.GONE, None
     except psutil.NoSuchProcess:  # and ZombieProcess, which is one of it
-        return Identity.GONE, None
+        return IdentityCheck.GONE, None
     except (psutil.Error, OSError):
-        return Identity.UNKNOWN, None
-    return Identity.CURRENT, process
+        return IdentityCheck.UNKNOWN, None
+    return IdentityCheck.CURRENT, process
 
 
 def _look(pid: int, create_time: float, children: dict[int, list[int]]) -> Look:
     identity, process = _find(pid, create_time)
-    if identity is Identity.UNKNOWN:
+    if identity is IdentityCheck.UNKNOWN:
         return _UNKNOWN
-    if identity is not Identity.CURRENT or process is None:
+    if identity is not IdentityCheck.CURRENT or process is None:
         return _DEAD
     try:
         status = process.status()

@@ -5,7 +5,7 @@ from typing import Any
 
 import psutil
 
-from hermes_pool.policy.liveness import Condition
+from hermes_pool.policy.liveness import ProcessState
 from hermes_pool.system.samples import Stat
 
 
@@ -22,14 +22,12 @@ class PsutilSource:
             process = psutil.Process(pid)
             with process.oneshot():
                 parent, started = process.ppid(), process.create_time()
-                condition = _PSUTIL_CONDITIONS.get(process.status(), Condition.SLEEPING)
-                if condition is Condition.DEAD:
-                    return Stat(condition, parent, started, 0.0, 0, 1)
+                state = _PSUTIL_STATES.get(process.status(), ProcessState.SLEEPING)
+                if state is ProcessState.DEAD:
+                    return Stat(state, parent, started, 0.0, 0, 1)
                 times = process.cpu_times()
                 memory = process.memory_info()
-                return Stat(
-                    condition, parent, started, times.user + times.system, int(memory.rss), process.num_threads()
-                )
+                return Stat(state, parent, started, times.user + times.system, int(memory.rss), process.num_threads())
         except (psutil.Error, OSError):
             return None
 
@@ -54,11 +52,11 @@ class PsutilSource:
             return None
 
 
-_PSUTIL_CONDITIONS = {
-    psutil.STATUS_RUNNING: Condition.RUNNING,
-    psutil.STATUS_DISK_SLEEP: Condition.UNINTERRUPTIBLE,
-    psutil.STATUS_STOPPED: Condition.STOPPED,
-    psutil.STATUS_TRACING_STOP: Condition.STOPPED,
-    psutil.STATUS_ZOMBIE: Condition.DEAD,
-    psutil.STATUS_DEAD: Condition.DEAD,
+_PSUTIL_STATES = {
+    psutil.STATUS_RUNNING: ProcessState.RUNNING,
+    psutil.STATUS_DISK_SLEEP: ProcessState.UNINTERRUPTIBLE,
+    psutil.STATUS_STOPPED: ProcessState.STOPPED,
+    psutil.STATUS_TRACING_STOP: ProcessState.STOPPED,
+    psutil.STATUS_ZOMBIE: ProcessState.DEAD,
+    psutil.STATUS_DEAD: ProcessState.DEAD,
 }

@@ -21,7 +21,7 @@ from typing import Final
 
 import psutil
 
-from hermes_pool.policy.liveness import STILL_S, Condition, Identity, Sample
+from hermes_pool.policy.liveness import STILL_S, ProcessIdentity, ProcessState, Sample
 from hermes_pool.system.linux_source import LinuxSource
 from hermes_pool.system.processes import CREATE_TIME_TOLERANCE_S
 from hermes_pool.system.psutil_source import PsutilSource
@@ -49,7 +49,7 @@ BREATHE_S: Final = 50e-6
 class _Known:
     """What is remembered of one process of a tree."""
 
-    identity: Identity
+    identity: ProcessIdentity
     started: float
     clock_ns: int | None = None
 
@@ -60,7 +60,7 @@ class _Worker:
 
     family: dict[int, _Known]
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
-    at_rest: frozenset[Identity] = frozenset()
+    at_rest: frozenset[ProcessIdentity] = frozenset()
     unique_bytes: int | None = None
     unique_at: tuple[float, int] = (0.0, 0)  # CPU time and resident memory when it was measured
 
@@ -72,16 +72,16 @@ class Sampler:
         self._clock = clock
         self._source = source or (LinuxSource() if sys.platform == "linux" else PsutilSource())
         self._boot_time_s = 0.0
-        self._workers: dict[Identity, _Worker] = {}
+        self._workers: dict[ProcessIdentity, _Worker] = {}
         self._table: dict[int, Stat] = {}  # every process of the system, as it was when it was new
-        self._forgotten: deque[Identity] = deque()
+        self._forgotten: deque[ProcessIdentity] = deque()
         self._looks = 0
         self._measured = 0
         self._breathe_at = 0.0
 
     def look(
-        self, workers: Mapping[Identity, Attention], *, unique_above_bytes: float | None = None
-    ) -> dict[Identity, Sample]:
+        self, workers: Mapping[ProcessIdentity, Attention], *, unique_above_bytes: float | None = None
+    ) -> dict[ProcessIdentity, Sample]:
         """Look at workers, all in one pass; return a ``Sample`` of each. Blocks for a millisecond, or some.
 
         Of one that has done nothing since it is the last sample again, unless it is looked at closely.
@@ -108,7 +108,7 @@ class Sampler:
                 self._breathe()
             known = self._workers.get(worker)
             if known is None:
-                seen[worker] = Sample(at=self._clock(), condition=Condition.DEAD)
+                seen[worker] = Sample(at=self._clock(), state=ProcessState.DEAD)
                 continue
             if attention is Attention.CLOSE or read_all or not known.samples or self._has_run(known):
                 _keep(known.samples, self._sample(known, attention, read_just_now))
@@ -120,17 +120,17 @@ class Sampler:
             seen[worker] = sample
         return seen
 
-    def samples(self, worker: Identity) -> tuple[Sample, ...]:
+    def samples(self, worker: ProcessIdentity) -> tuple[Sample, ...]:
         """Return the latest samples of a worker, oldest first; at most ``SAMPLES_KEPT``."""
         known = self._workers.get(worker)
         return () if known is None else tuple(known.samples)
 
-    def at_rest(self, worker: Identity) -> frozenset[Identity]:
+    def at_rest(self, worker: ProcessIdentity) -> frozenset[ProcessIdentity]:
         """Return the descendants that a worker had when it was last seen without a turn."""
         known = self._workers.get(worker)
         return frozenset() if known is None else known.at_rest
 
-    def kin(self, worker: Identity) -> list[psutil.Process]:
+    def process_tree(self, worker: ProcessIdentity) -> list[psutil.Process]:
         """Return what a worker has started and still lives, the worker dead or not: for ``health.kill``. Blocks.
 
         Only what was seen by a look while it could be told whose it is, and is the very same process still.
@@ -143,17 +143,17 @@ class Sampler:
             with suppress(psutil.Error):
                 handle = psutil.Process(pid)  # made first: what is checked afterwards is what it stands for
                 stat = self._source.stat(pid)
-                if stat is not None and stat.started == process.started and stat.condition is not Condition.DEAD:
+                if stat is not None and stat.started == process.started and stat.state is not ProcessState.DEAD:
                     found.append(handle)
         return found
 
-    def forget(self, worker: Identity) -> None:
+    def forget(self, worker: ProcessIdentity) -> None:
         """Forget a worker, at the next look. To be called after its death, or what is known of it stays."""
         self._forgotten.append(worker)
 
     # --- whose is what ---
 
-    def _begin(self, worker: Identity) -> None:
+    def _begin(self, worker: ProcessIdentity) -> None:
         """Take up a worker, unless its pid is another's by now."""
         pid, create_time = worker
         stat = self._source.stat(pid)
@@ -251,10 +251,10 @@ class Sampler:
             rss_bytes += stat.rss_bytes
             descendants.append(process.identity)
         if own_stat is None:
-            return Sample(at=at, condition=Condition.DEAD, descendants=tuple(descendants))
+            return Sample(at=at, state=ProcessState.DEAD, descendants=tuple(descendants))
         return Sample(
             at=at,
-            condition=own_stat.condition,
+            state=own_stat.state,
             threads=own_stat.threads,
             own_cpu_s=own_cpu_s,
             cpu_s=cpu_s,
@@ -267,7 +267,7 @@ class Sampler:
         """Return the state of a known process, ``None`` when it has ended."""
         process.clock_ns = self._source.clock_ns(pid)  # first: what it does from now on will be seen
         stat = read_just_now.get(pid) or self._read(pid)
-        if stat is None or stat.started != process.started or stat.condition is Condition.DEAD:
+        if stat is None or stat.started != process.started or stat.state is ProcessState.DEAD:
             return None
         return stat
 

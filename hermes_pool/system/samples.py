@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from hermes_pool.policy.liveness import Condition
+from hermes_pool.policy.liveness import ProcessState
 
 
 class Attention(StrEnum):
@@ -22,7 +22,7 @@ class Stat(NamedTuple):
     A tuple, since there are many: a frozen dataclass takes three times as long to make.
     """
 
-    condition: Condition
+    state: ProcessState
     parent: int
     started: float
     cpu_s: float

@@ -207,7 +207,7 @@ async def test_sigstop_the_busy_worker_own_limit_on(open_pool: OpenPool, faulty:
 async def test_sigstop_an_idle_worker_of_a_key(
     open_pool: OpenPool, faulty: Faulty, launcher: str, idle_s: float
 ) -> None:
-    # One that was idle for a while is looked at before it is given a turn, else the caretaker finds it.
+    # One that was idle for a while is looked at before it is given a turn, else the monitor finds it.
     sample_s = {} if idle_s else {"sample_s": 0.5}
     pool = await open_pool(**faulty("waits_for_cancel"), launcher=launcher, **sample_s)
     await pool.send("other", "hello")

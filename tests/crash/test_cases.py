@@ -103,7 +103,7 @@ async def test_no_group_is_ever_signalled_even_if_the_worker_shares_the_host_s(
         assert os.getpgid(worker.pid) == os.getpgrp()
     stopped = await pool.stop("c")
     assert stopped is not None
-    assert stopped.rung == "killed"
+    assert stopped.how == "killed"
     assert gone(worker)
 
 
@@ -351,7 +351,7 @@ async def test_a_worker_that_ignores_sigterm_and_keeps_a_thread_leaves_when_it_i
     began = time.monotonic()
     stopped = await pool.stop("c")
     assert stopped is not None
-    assert (stopped.rung, stopped.exit.returncode) == ("closed", 0)
+    assert (stopped.how, stopped.exit.returncode) == ("closed", 0)
     assert time.monotonic() - began < 1.0 + 1
     assert gone(worker)
 

@@ -50,7 +50,7 @@ async def test_starts_and_ends_of_all_kinds_leave_nothing(
 
     async def at_rest() -> tuple[set[int], set[str], int, int]:
         """What there is when nothing goes on: no worker, no zombie, no thread of ours, all saved."""
-        await until(lambda: not any(session.ledger.unsaved for session in pool._sessions.values()), "all to be saved")
+        await until(lambda: not any(session.metadata.unsaved for session in pool._sessions.values()), "all to be saved")
         await until(lambda: not _workers_and_zombies(launcher), "all workers to be buried")
         await until(lambda: not any(each.name == "hermes-pool" for each in threading.enumerate()), "threads to end")
         return children(), descriptors(), threading.active_count(), len(asyncio.all_tasks())
@@ -155,11 +155,11 @@ async def test_a_worker_does_not_belong_to_the_thread_that_started_it(tmp_path: 
         async def main() -> list[str]:
             settings = PoolSettings(agent="echo", state_dir=tmp_path / "state", launcher=launcher)
             async with HermesSessionManager(settings) as pool:
-                starter = threading.Thread(
+                factory = threading.Thread(
                     target=asyncio.run_coroutine_threadsafe, args=(pool.send("c", "one"), asyncio.get_running_loop())
                 )
-                starter.start()
-                await asyncio.to_thread(starter.join)
+                factory.start()
+                await asyncio.to_thread(factory.join)
                 return [(await pool.send("c", "/count")).text, (await pool.send("c", "/first")).text]
 
         return asyncio.run(main())

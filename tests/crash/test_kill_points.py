@@ -25,7 +25,7 @@ from outside import complaints, gone, hermes_of, lines, process_of, row_of
 from hermes_pool import HermesPoolError, Reply
 from hermes_pool.conversation.session import Session
 from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerStartError
-from hermes_pool.process.connection import WorkerLink
+from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
 
@@ -320,18 +320,18 @@ async def test_a_worker_that_is_dead_before_it_is_taken_over(
         if start == "replacement":
             await pool.send("c", "hello")
             (tmp_path / "before TextDelta").touch()
-        doomed: list[WorkerLink] = []
-        open_link = WorkerLink.open
+        doomed: list[WorkerConnection] = []
+        open_connection = WorkerConnection.open
 
-        async def open_and_kill(link: WorkerLink, *arguments: Any) -> None:
-            await open_link(link, *arguments)
+        async def open_and_kill(connection: WorkerConnection, *arguments: Any) -> None:
+            await open_connection(connection, *arguments)
             if not doomed:
-                doomed.append(link)
-                process = psutil.Process(link.process.pid)  # type: ignore[union-attr]
+                doomed.append(connection)
+                process = psutil.Process(connection.process.pid)  # type: ignore[union-attr]
                 process.kill()
                 _until_dead_without_a_turn_of_the_loop(process)
 
-        monkeypatch.setattr(WorkerLink, "open", open_and_kill)
+        monkeypatch.setattr(WorkerConnection, "open", open_and_kill)
         ended = await asyncio.wait_for(turn_of(pool, "work"), 10)
         assert len(doomed) == 1
         if start == "replacement":  # the second death of one turn
@@ -357,7 +357,7 @@ async def test_a_replacement_that_dies_the_moment_it_is_taken_over_ends_the_turn
         def ready_and_killed(session: Session, opened: wire.Opened) -> None:
             worker_ready(session, opened)
             if not killed:
-                killed.append(psutil.Process(session.place.link.process.pid))  # type: ignore[union-attr]
+                killed.append(psutil.Process(session.slot.connection.process.pid))  # type: ignore[union-attr]
                 killed[0].kill()
                 _until_dead_without_a_turn_of_the_loop(killed[0])
 
@@ -446,7 +446,7 @@ async def test_a_worker_killed_while_it_is_stopped_is_no_crash(
         (tmp_path / point).touch()
         stopped = await pool.stop(name)
         assert stopped is not None
-        assert (stopped.rung, stopped.exit.returncode, stopped.strays) == ("closed", -9, ())
+        assert (stopped.how, stopped.exit.returncode, stopped.strays) == ("closed", -9, ())
         row = await row_of(pool, name)
         assert (row.state, row.pid, row.restart_count, row.last_error) == ("stopped", None, 0, None)
         await history_is(pool, "hello", name=name)

@@ -87,7 +87,7 @@ class Row:
     """The next message, and how that turn ends."""
     then_path: str | None = None
     """The way of that one; ``None``: of any turn that has a worker, or gets one."""
-    rung: str | None = "closed"
+    how: str | None = "closed"
     """What it takes to stop the worker in the end; ``None``: there is none any more."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def cannot_start(error: type[HermesPoolError], tries: int, again: type[HermesPoo
         failed_tries=tries,
         then=("hello again", again),
         then_path="" if issubclass(again, PoolUnavailableError) else FAILED,
-        rung=None,
+        how=None,
         **more,
     )
 
@@ -142,7 +142,7 @@ ROWS: dict[str, Row] = {
         state=State.STOPPED,
         settings={"turn_timeout_s": 0.3, **DEAF},
     ),
-    "deaf_to_everything": harmless("hello", rung="killed", settings=DEAF),
+    "deaf_to_everything": harmless("hello", how="killed", settings=DEAF),
     "dies_after_tool": Row(
         turns={"send the mail": TurnInterruptedError}, path=f"{READY} {LOST} {READY}", restarts=1
     ),
@@ -194,7 +194,7 @@ ROWS: dict[str, Row] = {
         turns={"hello": Ends.TELLS_A_PID},
         path=f"{READY} {TURN}",
         then=("hello again", Ends.TELLS_A_PID),
-        rung="killed",
+        how="killed",
         settings=DEAF,
     ),
     "keeps_a_thread": harmless("hello"),
@@ -237,7 +237,7 @@ ROWS: dict[str, Row] = {
         state=State.STOPPED,
         restarts=1,
         then_path=f"{READY} {TURN} died",
-        rung=None,
+        how=None,
         is_worker=True,
     ),
     "returns_what_is_no_outcome": Row(
@@ -353,7 +353,7 @@ async def test_a_fault_ends_as_its_row_says_and_leaves_nothing(  # noqa: PLR0917
     with complaints() as complained:
         for text, end in row.turns.items():
             await asyncio.wait_for(say(pool, text, end, left), 15)
-            if row.rung is None and row.state is State.STOPPED:  # it dies after each turn, and not in the next one
+            if row.how is None and row.state is State.STOPPED:  # it dies after each turn, and not in the next one
                 await until(lambda: is_in(pool, State.STOPPED), "the death", 5)
         if row.kill:
             (await process_of(pool, "c")).kill()
@@ -365,7 +365,7 @@ async def test_a_fault_ends_as_its_row_says_and_leaves_nothing(  # noqa: PLR0917
         assert told.path() == row.path
 
         await asyncio.wait_for(say(pool, *row.then, left), 15)
-        if row.rung is None:
+        if row.how is None:
             await until(lambda: is_in(pool, row.state), f"the state {row.state} again", 5)
         then_path = row.then_path
         if then_path is None:
@@ -373,11 +373,11 @@ async def test_a_fault_ends_as_its_row_says_and_leaves_nothing(  # noqa: PLR0917
         assert told.path() == then_path
 
         stopped = await pool.stop("c")
-        assert (None if stopped is None else stopped.rung) == row.rung
+        assert (None if stopped is None else stopped.how) == row.how
         assert stopped is None or not stopped.left
-        assert told.path() == ("" if row.rung is None else STOP)
+        assert told.path() == ("" if row.how is None else STOP)
         shown = await row_of(pool, "c")
-        assert (shown.pid, shown.state) == (None, row.state if row.rung is None else State.STOPPED)
+        assert (shown.pid, shown.state) == (None, row.state if row.how is None else State.STOPPED)
         await until(lambda: all(map(gone, left)), "what its tools have left to be gone", 5)
     assert complained == []
 

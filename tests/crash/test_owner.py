@@ -292,9 +292,9 @@ async def test_a_daemon_that_shows_no_marker_goes_with_its_worker_and_with_no_ot
 REAPER = """
     import os, subprocess, sys, time
     sys.path.insert(0, sys.argv[1])
-    from hermes_pool_worker import kin
+    from hermes_pool_worker import process_tree
 
-    kin.adopt_orphans()
+    process_tree.adopt_orphans()
     own = [subprocess.Popen(["sh", "-c", "exit 3"]), subprocess.Popen(["sh", "-c", "exit 4"], start_new_session=True)]
     tool = subprocess.Popen(["sh", "-c", "sleep 0.05 & echo $!"], start_new_session=True, stdout=subprocess.PIPE)
     orphan = int(tool.communicate()[0])
@@ -302,9 +302,9 @@ REAPER = """
     while {state(pid)[0] for pid in (orphan, own[0].pid, own[1].pid)} != {"Z"}:
         time.sleep(0.005)
     assert state(orphan)[1] == str(os.getpid())
-    kin.reap_adopted()
+    process_tree.reap_adopted()
     print(os.path.exists(f"/proc/{orphan}"), [each.wait() for each in own])
-    kin.reap_adopted()
+    process_tree.reap_adopted()
 """
 
 

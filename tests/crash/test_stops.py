@@ -40,7 +40,7 @@ async def test_a_stop_in_a_turn_is_no_crash(open_pool: OpenPool, faulty: Faulty,
     turn = await _in_turn(pool, "wait")
     stopped = await pool.stop("c")
     assert stopped is not None
-    assert (stopped.rung, stopped.exit.returncode) == ("closed", 0)
+    assert (stopped.how, stopped.exit.returncode) == ("closed", 0)
     assert gone(worker)
     with pytest.raises(TurnCancelledError):
         await turn.reply()
@@ -62,7 +62,7 @@ async def test_a_stop_of_an_idle_conversation_is_no_crash(
     await pool.send("c", "hello")
     stopped = await pool.stop("c")
     assert stopped is not None
-    assert (stopped.rung, stopped.strays) == ("closed", ())
+    assert (stopped.how, stopped.strays) == ("closed", ())
     assert await pool.stop("c") is None
     assert await pool.stop("never heard of") is None
     await never(lambda: len(lines(tmp_path / "starts")) > 1)
@@ -183,7 +183,7 @@ async def test_a_worker_that_is_deaf_to_everything_is_killed_within_both_graces(
     stopped = await pool.stop("c")
     assert 0.8 <= time.monotonic() - began < 0.8 + 1
     assert stopped is not None
-    assert (stopped.rung, stopped.exit.returncode) == ("killed", -9)
+    assert (stopped.how, stopped.exit.returncode) == ("killed", -9)
     assert gone(worker)
     assert (await row_of(pool, "c")).restart_count == 0
     assert (await pool.send("c", "/count")).text == "2"
@@ -206,7 +206,7 @@ async def test_closing_many_deaf_workers_takes_as_long_as_closing_one(
             stopped = await pool.close()
             took[many] = time.monotonic() - began
             assert await pool.close() == {}
-        assert [end.rung for end in stopped.values()] == ["killed"] * many
+        assert [end.how for end in stopped.values()] == ["killed"] * many
         assert all(gone(worker) for worker in workers)
         assert complained == []
     assert took[1] < 0.8 + 1
@@ -221,7 +221,7 @@ async def test_a_frozen_worker_is_stopped_as_well(open_pool: OpenPool) -> None:
     worker.suspend()
     stopped = await asyncio.wait_for(pool.stop("c"), 3)
     assert stopped is not None
-    assert stopped.rung == "killed"
+    assert stopped.how == "killed"
     assert gone(worker)
     assert (await pool.send("c", "/count")).text == "2"
 
@@ -242,7 +242,7 @@ async def test_a_worker_is_stopped_and_mourned_also_where_no_thread_can_be_start
     os.kill(workers["d"], signal.SIGKILL)
     stopped = await asyncio.wait_for(pool.stop("c"), 10)
     assert stopped is not None
-    assert (stopped.rung, stopped.left) == ("closed", ())
+    assert (stopped.how, stopped.left) == ("closed", ())
     rows = {row.conversation_id: row for row in await pool.sessions()}
     assert {name: (row.state, row.pid) for name, row in rows.items()} == {
         "c": ("stopped", None),

@@ -326,7 +326,7 @@ async def test_stop_and_the_message_after_it(open_pool: OpenPool, obedient: Obed
     pid = await the_pid(pool, "c")
     stopped = await pool.stop("c")
     assert stopped is not None
-    assert (stopped.rung, stopped.exit.returncode) == ("closed", 0)
+    assert (stopped.how, stopped.exit.returncode) == ("closed", 0)
     assert not alive(pid)
     with pytest.raises(TurnCancelledError, match="stopped"):
         await running
@@ -360,7 +360,7 @@ async def test_closing_ends_everything_in_order(open_pool: OpenPool, obedient: O
     in_line = asyncio.create_task(pool.send("a", "in line"))
     await asyncio.sleep(0)
     ends, again = await asyncio.gather(pool.close(), pool.close())
-    assert {key.conversation_id: end.rung for key, end in ends.items()} == dict.fromkeys("abc", "closed")
+    assert {key.conversation_id: end.how for key, end in ends.items()} == dict.fromkeys("abc", "closed")
     assert again == {}
     outcomes = await asyncio.gather(running, in_line, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [TurnCancelledError, PoolClosedError]

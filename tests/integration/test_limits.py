@@ -107,7 +107,7 @@ async def test_a_drain_finishes_turns_and_their_lines_and_refuses_new_ones(
     in_line = asyncio.create_task(pool.send("a", "the next one"))
     await asyncio.sleep(0)
     drain = asyncio.create_task(pool.drain(15))
-    await until(lambda: pool.pool().condition == "draining", "the drain to begin")
+    await until(lambda: pool.pool().state == "draining", "the drain to begin")
     with pytest.raises(PoolDrainingError, match="draining"):
         await pool.send("b", "too late")
     with pytest.raises(PoolClosedError):
@@ -115,7 +115,7 @@ async def test_a_drain_finishes_turns_and_their_lines_and_refuses_new_ones(
     obedient.allow("a")
     assert await drain == Drained(finished=2, cut=0)
     assert [reply.text for reply in await asyncio.gather(running, in_line)] == ["wait a", "the next one"]
-    assert pool.pool().condition == "drained"
+    assert pool.pool().state == "drained"
     pool.resume()
     assert (await pool.send("a", "again")).text == "again"
 

@@ -185,9 +185,9 @@ async def test_a_flapping_session_backs_off_is_shown_and_is_let_in_after_a_reset
     assert (await pool.send("other", "hello")).text == "hello"
     rows = await seen(run)
     row, other = rows["c"], rows["other"]
-    assert (row["restarts"], row["state"], row["pid"]) == ("open", "stopped", None)
+    assert (row["restart_breaker"], row["state"], row["pid"]) == ("open", "stopped", None)
     assert 20 < row["retry_after_s"] <= refused.value.retry_after_s
-    assert (other["restarts"], other["retry_after_s"]) == ("closed", None)
+    assert (other["restart_breaker"], other["retry_after_s"]) == ("closed", None)
     table = await run("ps")
     (line,) = [line for line in table.out.splitlines() if line.startswith("c ")]
     assert line.split()[3].startswith("stopped,backoff=")
@@ -195,7 +195,7 @@ async def test_a_flapping_session_backs_off_is_shown_and_is_let_in_after_a_reset
 
     assert (await run("reset", "c")).out == f"supervisor {os.getpid()}: reset\n"
     after = await row_of(pool, "c")
-    assert (after.restarts, after.retry_after_s) == ("closed", None)
+    assert (after.restart_breaker, after.retry_after_s) == ("closed", None)
     assert (await pool.send("c", "hello")).text == "hello"
     assert "not known" in (await run("reset", "c", "--user", "ada")).out
 
@@ -312,22 +312,22 @@ HIDES = ("", "deaf", "setsid daemon deaf", "setsid daemon cleared deaf")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere not all of it can be found")
 @LAUNCHERS
-@pytest.mark.parametrize("rung", ["closed", "killed"])
+@pytest.mark.parametrize("how", ["closed", "killed"])
 async def test_a_stop_tells_what_it_ended_and_that_nothing_is_left(
-    open_pool: OpenPool, faulty: Callable[..., dict[str, Any]], launcher: str, rung: str
+    open_pool: OpenPool, faulty: Callable[..., dict[str, Any]], launcher: str, how: str
 ) -> None:
     pool = await open_pool(
-        **faulty("leaves_all_kinds_of_tools"), launcher=launcher, close_grace_s=5.0 if rung == "closed" else 0.2
+        **faulty("leaves_all_kinds_of_tools"), launcher=launcher, close_grace_s=5.0 if how == "closed" else 0.2
     )
     tools = {int((await pool.send("c", f"tool {hides}")).text) for hides in HIDES}
     other = int((await pool.send("other", "tool deaf")).text)
     row = await row_of(pool, "c")
     assert row.pid is not None
-    if rung == "killed":
+    if how == "killed":
         psutil.Process(row.pid).suspend()
     stopped = await pool.stop("c")
     assert stopped is not None
-    assert (stopped.rung, stopped.worker, stopped.left) == (rung, (row.pid, row.create_time), ())
+    assert (stopped.how, stopped.worker, stopped.left) == (how, (row.pid, row.create_time), ())
     assert tools <= set(stopped.strays)
     assert row.pid not in stopped.strays
     assert not [pid for pid in (row.pid, *stopped.strays) if alive(pid)]
@@ -363,7 +363,7 @@ async def test_a_tool_that_is_started_while_its_worker_is_being_stopped_goes_as_
     tool = int((tmp_path / "tool").read_text())
     assert not alive(tool)
     assert stopped is not None
-    assert stopped.rung != "closed"
+    assert stopped.how != "closed"
     assert (stopped.strays, stopped.left) == ((tool,), ())
 
 

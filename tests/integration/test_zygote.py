@@ -90,7 +90,7 @@ async def test_the_exit_status_of_a_forked_worker_is_known(open_pool: OpenPool) 
     assert caught.value.returncode == -9
     stopped = (await ask(pool, "c", "x"), await pool.stop("c"))[1]
     assert stopped is not None
-    assert (stopped.rung, stopped.exit.returncode) == ("closed", 0)
+    assert (stopped.how, stopped.exit.returncode) == ("closed", 0)
 
 
 async def test_the_death_of_the_zygote_harms_nobody_and_is_healed(open_pool: OpenPool) -> None:

@@ -40,12 +40,12 @@ def main() -> None:
     wire_in, wire_out = stdio.claim()
     is_zygote = sys.argv[1] == "--zygote"
     if sys.platform == "linux" and not is_zygote:
-        from hermes_pool_worker import kin, lifeline  # noqa: PLC0415 - exist on Linux only
+        from hermes_pool_worker import lifeline, process_tree  # noqa: PLC0415 - exist on Linux only
 
         if (descriptor := lifeline.inherited()) is not None:
             lifeline.arm(descriptor)
             os.close(descriptor)
-        kin.adopt_orphans()
+        process_tree.adopt_orphans()
     agent, frame_bytes_max, *import_paths = sys.argv[1 + is_zygote :]
     # At the end: a folder of the user's must not shadow what Hermes imports by such names as "utils".
     sys.path.extend(import_paths)
@@ -77,9 +77,9 @@ def _end_what_is_hidden() -> str:
     """End what only this process can still find of what its tools have left; return the words that tell of it."""
     if sys.platform != "linux":
         return ""
-    from hermes_pool_worker import kin  # noqa: PLC0415 - exists on Linux only
+    from hermes_pool_worker import process_tree  # noqa: PLC0415 - exists on Linux only
 
-    ended = kin.end_hidden_descendants()
+    ended = process_tree.end_hidden_descendants()
     return f"hermes-pool worker: ended what tools had left running without a marker: {ended}" if ended else ""
 
 

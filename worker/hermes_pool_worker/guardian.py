@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 
-from hermes_pool_worker import kin, lifeline
+from hermes_pool_worker import lifeline, process_tree
 
 HOLDS_UP_S = 0.5
 """How long after the end of the supervisor it may keep the workers alive to look at what is below them."""
@@ -38,4 +38,4 @@ def run(pool: str) -> None:
 
     signal.signal(signal.SIGALRM, let_go)
     signal.setitimer(signal.ITIMER_REAL, HOLDS_UP_S)
-    kin.end_pool(pool)
+    process_tree.end_pool(pool)

@@ -149,20 +149,20 @@ def _trim() -> Callable[[int], object]:
 
 
 def take_leave_of_the_dead() -> None:
-    """Collect what tools had started, has lost its parent and has ended: this process has adopted it (see ``kin``)."""
+    """Collect the processes that this one has adopted and that have ended (see ``process_tree``)."""
     if sys.platform == "linux":
-        from hermes_pool_worker import kin  # noqa: PLC0415 - exists on Linux only
+        from hermes_pool_worker import process_tree  # noqa: PLC0415 - exists on Linux only
 
-        kin.reap_adopted()
+        process_tree.reap_adopted()
 
 
 def leave_orphaned() -> NoReturn:
     """End a process whose supervisor is gone, and with it all that its agent's tools have left running."""
     if sys.platform == "linux":
-        from hermes_pool_worker import kin  # noqa: PLC0415 - seldom needed
+        from hermes_pool_worker import process_tree  # noqa: PLC0415 - seldom needed
 
-        if marker := os.environ.get(kin.MARKER_VARIABLE):
-            kin.end_marked(marker)
+        if marker := os.environ.get(process_tree.MARKER_VARIABLE):
+            process_tree.end_marked(marker)
     stdio.leave(EXIT_OK)
 
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from hermes_pool_worker import kin, lifeline, serve, stdio
+from hermes_pool_worker import lifeline, process_tree, serve, stdio
 from hermes_pool_worker.agent import MissingDependencyError
 from hermes_pool_worker.wire import (
     Fork,
@@ -82,7 +82,7 @@ def run(wire_in: int, wire_out: int, agent_name: str) -> tuple[int, int, frozens
     os.close(wire_out)  # the socket has both directions
     _call_it("hermes-zygote")
     serve.set_signals()
-    kin.adopt_orphans()
+    process_tree.adopt_orphans()
     lifeline_end = lifeline.inherited()
     # Only while it imports, and so could miss the end of its socket: afterwards it outlives the supervisor for as long
     # as it takes to end its workers' tools.
@@ -194,7 +194,7 @@ def _become(
     if lifeline_end is not None:
         lifeline.arm(lifeline_end)
         os.close(lifeline_end)
-    kin.adopt_orphans()
+    process_tree.adopt_orphans()
     os.setsid()
     _call_it("hermes-worker")
     for target, descriptor in enumerate(descriptors):
@@ -243,7 +243,7 @@ def _report(control: socket.socket, ended: Any, numbers: dict[int, int], dead: d
 
 def _bury(pid: int, numbers: dict[int, int]) -> None:
     """End what a dead worker has left, and only then give up its pid."""
-    kin.end_orphans(pid, numbers)
+    process_tree.end_orphans(pid, numbers)
     os.waitpid(pid, 0)
 
 
@@ -278,5 +278,5 @@ def _send(control: socket.socket, message: FromZygote, descriptors: Iterable[int
 
 def _leave_last() -> NoReturn:
     """Leave, since the supervisor is gone, and take along all that is below."""
-    kin.end_descendants()
+    process_tree.end_descendants()
     stdio.leave(serve.EXIT_OK)

@@ -87,9 +87,9 @@ def test_a_state_says_when_the_process_is_not_well() -> None:
 
 
 def test_a_state_says_for_how_long_a_session_backs_off_and_stays_one_word() -> None:
-    row = SessionSnapshot(conversation_id="c", state="stopped", restarts="open", retry_after_s=12.9)
+    row = SessionSnapshot(conversation_id="c", state="stopped", restart_breaker="open", retry_after_s=12.9)
     assert render._cells(row)[3] == "stopped,backoff=12s"
-    assert render._cells(dataclasses.replace(row, restarts="half_open", retry_after_s=None))[3] == "stopped"
+    assert render._cells(dataclasses.replace(row, restart_breaker="half_open", retry_after_s=None))[3] == "stopped"
 
 
 @pytest.mark.parametrize(("health", "colour"), [("alive", "green"), ("frozen", "red")])
@@ -120,7 +120,7 @@ def test_the_head_line_tells_of_starts_only_where_they_fail(starts, told) -> Non
     if starts is not None:
         state, retry_after_s, error = starts
         starts = BreakerSnapshot(state=state, failures=3, failures_max=3, retry_after_s=retry_after_s, last_error=error)
-    pool = PoolSnapshot(condition="open", workers=1, workers_max=64, starts=starts)
+    pool = PoolSnapshot(state="open", workers=1, workers_max=64, starts=starts)
     assert render.headline(pool) == f"open: 1 of 64 workers{told}"
 
 

@@ -137,11 +137,11 @@ async def test_requests_and_their_responses(server, tmp_path) -> None:
 
 def test_a_supervisor_that_is_older_than_the_latest_fields_is_understood() -> None:
     row = {"conversation_id": "c-1", "state": "idle"}
-    pool = {"condition": "open", "workers": 1, "workers_max": 64}
+    pool = {"state": "open", "workers": 1, "workers_max": 64}
     old = {"sessions": [row], "supervisor_pid": 1, "version": "0", "started_at": "", "pool": pool}
     (reply,) = wire.FrameDecoder(messages.Response).feed(wire.encode({"type": "PsReply", **old}))
     (session,) = reply.sessions
-    assert (session.restarts, session.retry_after_s, session.quarantined, session.last_death) == (
+    assert (session.restart_breaker, session.retry_after_s, session.quarantined, session.last_death) == (
         "closed",
         None,
         (),

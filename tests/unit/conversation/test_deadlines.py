@@ -4,7 +4,7 @@ import pytest
 import virtual_time
 
 from hermes_pool import PoolSettings, Turn
-from hermes_pool.conversation.deadlines import TurnClocks
+from hermes_pool.conversation.deadlines import TurnDeadlines
 
 SETTINGS = PoolSettings(turn_timeout_s=1800, progress_timeout_s=600)
 
@@ -21,15 +21,15 @@ def new_turn(name: str = "t") -> Turn:
 
 async def watched(turn_work: object) -> list[tuple[str, str, float]]:
     loop = asyncio.get_running_loop()
-    began, rung = loop.time(), []
-    clocks = TurnClocks(SETTINGS, lambda turn, limit, _: rung.append((turn.turn_id, limit, loop.time() - began)))
+    began, how = loop.time(), []
+    clocks = TurnDeadlines(SETTINGS, lambda turn, limit, _: how.append((turn.turn_id, limit, loop.time() - began)))
     await turn_work(clocks)  # type: ignore[operator]
     clocks.stop()
-    return rung
+    return how
 
 
 def test_silence_rings_after_the_limit_of_progress() -> None:
-    async def work(clocks: TurnClocks) -> None:
+    async def work(clocks: TurnDeadlines) -> None:
         clocks.watch(new_turn())
         await asyncio.sleep(3600)
 
@@ -37,7 +37,7 @@ def test_silence_rings_after_the_limit_of_progress() -> None:
 
 
 def test_a_turn_that_shows_progress_runs_to_its_total_limit() -> None:
-    async def work(clocks: TurnClocks) -> None:
+    async def work(clocks: TurnDeadlines) -> None:
         turn = new_turn()
         clocks.watch(turn)
         for _ in range(36):
@@ -49,7 +49,7 @@ def test_a_turn_that_shows_progress_runs_to_its_total_limit() -> None:
 
 @pytest.mark.parametrize("why", ["tool", "question", "slow consumer"])
 def test_the_clock_of_progress_stands_still(why: str) -> None:
-    async def work(clocks: TurnClocks) -> None:
+    async def work(clocks: TurnDeadlines) -> None:
         turn = new_turn()
         match why:
             case "tool":
@@ -69,7 +69,7 @@ def test_the_clock_of_progress_stands_still(why: str) -> None:
 
 
 def test_a_turn_that_has_ended_is_watched_no_more_and_the_next_has_its_own_time() -> None:
-    async def work(clocks: TurnClocks) -> None:
+    async def work(clocks: TurnDeadlines) -> None:
         first = new_turn("first")
         clocks.watch(first)
         await asyncio.sleep(500)
@@ -82,7 +82,7 @@ def test_a_turn_that_has_ended_is_watched_no_more_and_the_next_has_its_own_time(
 
 
 def test_one_timer_serves_many_turns() -> None:
-    async def work(clocks: TurnClocks) -> None:
+    async def work(clocks: TurnDeadlines) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(100):
             turn = new_turn()

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from hermes_pool.policy.liveness import STACK_LINES_MAX, Condition, Pulse, Sample, Signs, Verdict, judge, stacks_of
+from hermes_pool.policy.liveness import (
+    STACK_LINES_MAX,
+    Evidence,
+    ProcessState,
+    Pulse,
+    Sample,
+    Verdict,
+    diagnose,
+    stacks_of,
+)
 
 LIMIT_S = 60.0
 CHILD = (77, 1000.0)
@@ -15,7 +24,7 @@ SERVER = (66, 900.0)
 
 def samples(*, own: float = 0.0, below: float = 0.0, io: int | None = 0, **fields: Any) -> list[Sample]:
     """Five looks, every 10 s until 1000; ``own``, ``below`` (shares of a core) and ``io`` (bytes) go on in each."""
-    values = {"condition": Condition.SLEEPING, "threads": 2, **fields}
+    values = {"state": ProcessState.SLEEPING, "threads": 2, **fields}
     return [
         Sample(
             at=960.0 + 10 * number,
@@ -28,18 +37,18 @@ def samples(*, own: float = 0.0, below: float = 0.0, io: int | None = 0, **field
     ]
 
 
-WEDGED = Signs(now=1000.0, heard_at=930.0, asked_at=935.0, samples=samples())
+WEDGED = Evidence(now=1000.0, heard_at=930.0, asked_at=935.0, samples=samples())
 
 
-def verdict(signs: Signs) -> Verdict:
-    found = judge(signs, wedged_after_s=LIMIT_S)
+def verdict(evidence: Evidence) -> Verdict:
+    found = diagnose(evidence, wedged_after_s=LIMIT_S)
     assert found.reason
     assert "\n" not in found.reason
     return found.verdict
 
 
 def test_wedged_is_who_shows_no_sign_at_all() -> None:
-    found = judge(WEDGED, wedged_after_s=LIMIT_S)
+    found = diagnose(WEDGED, wedged_after_s=LIMIT_S)
     assert found.verdict is Verdict.WEDGED
     assert found.reason == "silent for 70 s, deaf for 65 s, without CPU, input, output or a running child for 40 s"
 
@@ -70,11 +79,11 @@ def test_wedged_is_who_shows_no_sign_at_all() -> None:
         ({"samples": samples(descendants=(CHILD,))}, Verdict.BLOCKED_ON_CHILD),
         ({"samples": samples(own=1.0, descendants=(CHILD,))}, Verdict.BUSY),
         ({"samples": samples(below=1.0, descendants=(CHILD,))}, Verdict.BLOCKED_ON_CHILD),
-        ({"samples": samples(condition=Condition.STOPPED)}, Verdict.FROZEN),
-        ({"samples": samples(condition=Condition.STOPPED), "heard_at": 999.0}, Verdict.FROZEN),
-        ({"samples": samples(condition=Condition.UNINTERRUPTIBLE)}, Verdict.SLOW),
-        ({"samples": samples(condition=Condition.DEAD)}, Verdict.SLOW),
-        ({"samples": samples(condition=Condition.UNKNOWN)}, Verdict.WEDGED),
+        ({"samples": samples(state=ProcessState.STOPPED)}, Verdict.FROZEN),
+        ({"samples": samples(state=ProcessState.STOPPED), "heard_at": 999.0}, Verdict.FROZEN),
+        ({"samples": samples(state=ProcessState.UNINTERRUPTIBLE)}, Verdict.SLOW),
+        ({"samples": samples(state=ProcessState.DEAD)}, Verdict.SLOW),
+        ({"samples": samples(state=ProcessState.UNKNOWN)}, Verdict.WEDGED),
         ({"samples": [replace(each, own_cpu_s=None, cpu_s=None) for each in samples()]}, Verdict.SLOW),
         ({"tools_open": ["terminal"]}, Verdict.WEDGED),
     ],
@@ -84,29 +93,29 @@ def test_each_sign_of_life_saves_it(change: dict[str, Any], expected: Verdict) -
 
 
 def test_of_all_combinations_only_the_one_without_any_sign_is_wedged() -> None:
-    conditions = (Condition.SLEEPING, Condition.RUNNING, Condition.UNINTERRUPTIBLE, Condition.STOPPED)
+    conditions = (ProcessState.SLEEPING, ProcessState.RUNNING, ProcessState.UNINTERRUPTIBLE, ProcessState.STOPPED)
     heard, asked, excuses = (999.0, 970.0, 930.0), (None, 990.0, 935.0), (None, "waits for an answer")
     works = ({}, {"own": 1.0}, {"below": 1.0}, {"io": 5000})
     children = ((), (CHILD,), (SERVER,))
     wedged = set()
     for row in itertools.product(heard, asked, excuses, works, children, conditions):
         heard_at, asked_at, excuse, work, descendants, condition = row
-        signs = Signs(
+        evidence = Evidence(
             now=1000.0,
             heard_at=heard_at,
             asked_at=asked_at,
             excuse=excuse,
-            samples=samples(**work, descendants=descendants, condition=condition),
+            samples=samples(**work, descendants=descendants, state=condition),
             at_rest=frozenset({SERVER}),
         )
-        found = verdict(signs)
-        assert (found is Verdict.FROZEN) == (condition is Condition.STOPPED)
+        found = verdict(evidence)
+        assert (found is Verdict.FROZEN) == (condition is ProcessState.STOPPED)
         if found is Verdict.WEDGED:
             wedged.add((heard_at, asked_at, excuse, str(work), descendants, condition))
     assert wedged == {
         (930.0, 935.0, None, "{}", descendants, condition)
         for descendants in ((), (SERVER,))
-        for condition in (Condition.SLEEPING, Condition.RUNNING)
+        for condition in (ProcessState.SLEEPING, ProcessState.RUNNING)
     }
 
 
@@ -126,8 +135,8 @@ def test_a_child_that_came_or_went_is_progress() -> None:
 
 def test_twelve_seconds_of_the_interpreters_lock_are_no_reason_whether_it_computes_or_sleeps() -> None:
     for own, expected in ((1.0, Verdict.BUSY), (0.0, Verdict.SLOW)):
-        signs = Signs(now=1000.0, heard_at=988.0, asked_at=988.0, samples=samples(own=own))
-        assert verdict(signs) is expected
+        evidence = Evidence(now=1000.0, heard_at=988.0, asked_at=988.0, samples=samples(own=own))
+        assert verdict(evidence) is expected
 
 
 def test_after_lost_time_nothing_is_judged_until_it_was_looked_at_again() -> None:

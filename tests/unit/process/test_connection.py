@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_pool.process.connection import UNASKED_MAX, Death, WorkerLink
+from hermes_pool.process.connection import UNASKED_MAX, Death, WorkerConnection
 from hermes_pool.process.launcher import Exit
 from hermes_pool.process.stderr_tail import STDERR_LINE_CHARS, StderrTail
 from hermes_pool_worker import wire
@@ -71,57 +71,59 @@ class Process:
 class Listener:
     """Whose worker it is: no turn runs, so nothing that belongs to one has an addressee."""
 
-    link: WorkerLink
+    connection: WorkerConnection
 
-    def link_heard(self, message: Any) -> None:
-        self.link.note_unasked()
+    def connection_heard(self, message: Any) -> None:
+        self.connection.note_unasked()
 
 
-def linked() -> tuple[WorkerLink, Any]:
+def connected() -> tuple[WorkerConnection, Any]:
     listener: Any = Listener()
-    link = WorkerLink("m", listener, frame_bytes_max=1 << 20, stderr_lines_max=5, on_imported=lambda _: None)
-    listener.link = link
+    connection = WorkerConnection(
+        "m", listener, frame_bytes_max=1 << 20, stderr_lines_max=5, on_imported=lambda _: None
+    )
+    listener.connection = connection
     process: Any = Process()
-    link.process = process
-    return link, process
+    connection.process = process
+    return connection, process
 
 
-def say(link: WorkerLink, message: wire.Message) -> None:
-    link.stdout_received(bytes(wire.encode(message)))
+def say(connection: WorkerConnection, message: wire.Message) -> None:
+    connection.stdout_received(bytes(wire.encode(message)))
 
 
 async def test_a_worker_that_answers_every_ping_may_do_so_for_ever() -> None:
-    link, process = linked()
+    connection, process = connected()
     for _ in range(UNASKED_MAX + 5):
-        link.ask()
-        assert link.asked_at is not None
-        say(link, wire.Pong(process.told[-1].number))
-        assert link.asked_at is None
+        connection.ask()
+        assert connection.asked_at is not None
+        say(connection, wire.Pong(process.told[-1].number))
+        assert connection.asked_at is None
     assert not process.signals
 
 
 async def test_one_that_answers_the_same_ping_again_and_again_is_ended() -> None:
-    link, process = linked()
-    link.ask()
+    connection, process = connected()
+    connection.ask()
     for _ in range(UNASKED_MAX):
-        say(link, wire.Pong(1))
+        say(connection, wire.Pong(1))
     assert not process.signals
-    say(link, wire.Pong(1))
+    say(connection, wire.Pong(1))
     assert process.signals == [signal.SIGKILL]
 
 
 async def test_late_frames_of_many_turns_do_not_add_up_and_those_of_one_turn_do() -> None:
-    link, process = linked()
+    connection, process = connected()
     late = wire.Status("turn-0", 1, "late")
     for number in range(3):
-        link.hand_over(wire.Turn(f"turn-{number}", 1, "hello"))
+        connection.hand_over(wire.Turn(f"turn-{number}", 1, "hello"))
         for _ in range(UNASKED_MAX // 2):
-            say(link, late)
+            say(connection, late)
     assert not process.signals
     assert [message.turn_id for message in process.told] == ["turn-0", "turn-1", "turn-2"]
     for _ in range(UNASKED_MAX // 2):
-        say(link, late)
+        say(connection, late)
     assert process.signals == [signal.SIGKILL]
-    link.hand_over(wire.Turn("turn-3", 1, "hello"))
-    say(link, late)
+    connection.hand_over(wire.Turn("turn-3", 1, "hello"))
+    say(connection, late)
     assert process.signals == [signal.SIGKILL]  # once condemned, it stays so

@@ -12,9 +12,9 @@ import pytest
 from conftest import alive
 
 from hermes_pool.process import orphans
-from hermes_pool.process.orphans import Leftovers, Owner, end_session
+from hermes_pool.process.orphans import Orphans, Owner, end_session
 from hermes_pool.system import processes
-from hermes_pool.system.processes import Identity
+from hermes_pool.system.processes import IdentityCheck
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes show their environment on Linux")
 
@@ -89,7 +89,7 @@ def test_what_a_dead_supervisor_left_is_ended_and_told(tmp_path: Path, log: Log,
     hidden = _child_of(above)
     others = {tool("living-1"), tool("dead"), tool("deadly-1")}
     file = put(tmp_path, "dead", dead_owner())
-    ended = Leftovers(tmp_path, "mine", log).sweep()
+    ended = Orphans(tmp_path, "mine", log).sweep()
     assert set(ended["dead"]) == left | {hidden.pid}
     assert not [pid for pid in (*left, hidden.pid) if alive(pid)]
     assert all(alive(pid) for pid in others)
@@ -111,9 +111,9 @@ def _wait_for(fact: Callable[[], Any]) -> Any:
 
 def test_what_a_living_supervisor_owns_is_not_touched(tmp_path: Path, log: Log, tool: Callable[..., int]) -> None:
     pid = tool("living-1")
-    living = Leftovers(tmp_path, "living", log)
+    living = Orphans(tmp_path, "living", log)
     living.record()
-    mine = Leftovers(tmp_path, "mine", log)
+    mine = Orphans(tmp_path, "mine", log)
     mine.record()
     assert mine.sweep() == living.sweep() == {}
     assert alive(pid)
@@ -125,24 +125,24 @@ def test_what_a_living_supervisor_owns_is_not_touched(tmp_path: Path, log: Log, 
 @pytest.mark.parametrize(
     ("changes", "identity"),
     [
-        ({}, Identity.GONE),
-        ({"pid": 1}, Identity.REPLACED),
-        ({"system": "another-boot pid:[1]", "host": "another-machine"}, Identity.UNKNOWN),
-        ({"system": "another-boot pid:[1]"}, Identity.GONE),
-        ({"system": orphans._system().split()[0] + " pid:[1]"}, Identity.UNKNOWN),
+        ({}, IdentityCheck.GONE),
+        ({"pid": 1}, IdentityCheck.REPLACED),
+        ({"system": "another-boot pid:[1]", "host": "another-machine"}, IdentityCheck.UNKNOWN),
+        ({"system": "another-boot pid:[1]"}, IdentityCheck.GONE),
+        ({"system": orphans._system().split()[0] + " pid:[1]"}, IdentityCheck.UNKNOWN),
     ],
     ids=["gone", "its pid is another's", "another machine", "rebooted since", "another container"],
 )
 def test_only_one_that_is_surely_gone_is_swept_up_after(
-    tmp_path: Path, log: Log, tool: Callable[..., int], changes: dict[str, Any], identity: Identity
+    tmp_path: Path, log: Log, tool: Callable[..., int], changes: dict[str, Any], identity: IdentityCheck
 ) -> None:
     file = put(tmp_path, "other", dead_owner(**changes))
     owner = Owner.read(file)
     assert owner is not None
     assert owner.identify() is identity
     pid = tool("other-1")
-    swept = identity in (Identity.GONE, Identity.REPLACED)
-    assert bool(Leftovers(tmp_path, "mine", log).sweep()) is swept
+    swept = identity in (IdentityCheck.GONE, IdentityCheck.REPLACED)
+    assert bool(Orphans(tmp_path, "mine", log).sweep()) is swept
     assert alive(pid) is not swept
     assert file.exists() is not swept
 
@@ -151,8 +151,8 @@ def test_a_clock_that_was_set_makes_no_living_supervisor_a_replaced_one(tmp_path
     moved = {**_values(Owner.here()), "create_time": Owner.here().create_time - 3600}
     owner = Owner.read(put(tmp_path, "living", moved))
     assert owner is not None
-    assert processes.identify(owner.pid, owner.create_time) is Identity.REPLACED
-    assert owner.identify() is Identity.CURRENT
+    assert processes.identify(owner.pid, owner.create_time) is IdentityCheck.REPLACED
+    assert owner.identify() is IdentityCheck.CURRENT
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_record_that_cannot_be_read_is_left_alone(
 ) -> None:
     file = put(tmp_path, "other", record)
     pid = tool("other-1")
-    assert Leftovers(tmp_path, "mine", log).sweep() == {}
+    assert Orphans(tmp_path, "mine", log).sweep() == {}
     assert alive(pid)
     assert file.exists()
 
@@ -175,10 +175,10 @@ def test_a_host_that_an_agent_of_the_dead_one_has_started_spares_itself_and_its_
     program = """
 import subprocess, sys
 from pathlib import Path
-from hermes_pool.process.orphans import Leftovers
+from hermes_pool.process.orphans import Orphans
 from hermes_pool.system.log import logger
 own = subprocess.Popen(["sleep", "300"])
-print(Leftovers(Path(sys.argv[1]), "mine", logger()).sweep()["dead"], own.poll())
+print(Orphans(Path(sys.argv[1]), "mine", logger()).sweep()["dead"], own.poll())
 own.kill()
 own.wait()
 """
@@ -196,7 +196,7 @@ own.wait()
 
 def test_a_folder_that_cannot_be_used_fails_no_start(tmp_path: Path, log: Log) -> None:
     (tmp_path / "owners").write_text("a file")
-    mine = Leftovers(tmp_path, "mine", log)
+    mine = Orphans(tmp_path, "mine", log)
     mine.record()
     assert mine.sweep() == {}
     mine.forget()
@@ -209,7 +209,7 @@ def test_a_sweep_has_a_limit(
     monkeypatch.setattr(orphans, "SWEEP_S", 0.0)
     file = put(tmp_path, "dead", dead_owner())
     pid = tool("dead-1")
-    assert Leftovers(tmp_path, "mine", log).sweep() == {}
+    assert Orphans(tmp_path, "mine", log).sweep() == {}
     assert alive(pid)
     assert file.exists()
 

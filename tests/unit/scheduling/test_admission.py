@@ -1,4 +1,4 @@
-"""Slots, line and condition of a pool, with sessions that are no more than their states, on a virtual clock."""
+"""Slots, line and state of a pool, with sessions that are no more than their states, on a virtual clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,8 +21,8 @@ from hermes_pool import (
 )
 from hermes_pool.lifecycle import ALIVE, State
 from hermes_pool.scheduling.admission import Admission, Idle, Waiter, gain
-from hermes_pool.scheduling.fair_queue import FairLine
-from hermes_pool.scheduling.pool_state import MAY_BECOME, Condition, Drained
+from hermes_pool.scheduling.fair_queue import FairQueue
+from hermes_pool.scheduling.pool_state import MAY_BECOME, Drained, PoolState
 
 MB = 1024 * 1024
 
@@ -118,7 +118,7 @@ class Pool:
             log=structlog.wrap_logger(None, processors=[_drop]),
             memory_of=lambda session: self.memory.get(session.key.conversation_id),
         )
-        self.admission.become(Condition.OPEN)
+        self.admission.become(PoolState.OPEN)
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         task = asyncio.create_task(work)
@@ -140,7 +140,7 @@ class Pool:
         return self.admission.snapshot().workers
 
     @property
-    def in_line(self) -> int:
+    def in_queue(self) -> int:
         return self.admission.snapshot().waiting
 
 
@@ -190,16 +190,16 @@ async def test_what_is_known_of_an_idle_session_decides_which_one_goes() -> None
     assert [actor.state for actor in pool.actors] == [State.IDLE, State.STOPPED, State.IDLE, State.IDLE]
 
 
-# --- the line ---------------------------------------------------------------------------------------------------------
+# --- the queue --------------------------------------------------------------------------------------------------------
 
 
-def a_line(*names: str) -> tuple[FairLine, list[Waiter]]:
-    line, waiters = FairLine(), []
+def a_queue(*names: str) -> tuple[FairQueue, list[Waiter]]:
+    queue, waiters = FairQueue(), []
     for name in names:
         user, _, conversation = name.rpartition("/")
         waiters.append(Waiter(cast("Any", Actor(cast("Any", None), conversation, user or None)), cast("Any", None)))
-        line.add(waiters[-1])
-    return line, waiters
+        queue.add(waiters[-1])
+    return queue, waiters
 
 
 def named(waiters: Any) -> list[str]:
@@ -207,24 +207,24 @@ def named(waiters: Any) -> list[str]:
 
 
 def test_users_take_turns_and_each_user_is_served_in_order() -> None:
-    line, _ = a_line("ada/1", "ada/2", "ada/3", "bob/4", "5", "bob/6")
-    assert named(line) == ["1", "4", "5", "2", "6", "3"]
-    assert named([line.pop() for _ in range(len(line))]) == ["1", "4", "5", "2", "6", "3"]
-    assert not line
+    queue, _ = a_queue("ada/1", "ada/2", "ada/3", "bob/4", "5", "bob/6")
+    assert named(queue) == ["1", "4", "5", "2", "6", "3"]
+    assert named([queue.pop() for _ in range(len(queue))]) == ["1", "4", "5", "2", "6", "3"]
+    assert not queue
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), max_size=40), st.data())
 def test_the_order_that_is_told_is_the_order_of_service(names: list[tuple[str, int]], data: st.DataObject) -> None:
-    line, waiters = a_line(*(f"{user}/{number}" for user, number in names))
+    queue, waiters = a_queue(*(f"{user}/{number}" for user, number in names))
     for waiter in data.draw(st.lists(st.sampled_from(waiters), max_size=10)) if waiters else []:
-        line.discard(waiter)
-    told = list(line)
-    assert [line.position(waiter) for waiter in told] == list(range(1, len(told) + 1))
-    assert len(line) == len(told)
-    assert [line.pop() for _ in told] == told
+        queue.discard(waiter)
+    told = list(queue)
+    assert [queue.position(waiter) for waiter in told] == list(range(1, len(told) + 1))
+    assert len(queue) == len(told)
+    assert [queue.pop() for _ in told] == told
 
 
-# --- waiting for a slot -----------------------------------------------------------------------------------------------
+# --- waiting for a permit ---------------------------------------------------------------------------------------------
 
 
 @virtually
@@ -235,7 +235,7 @@ async def test_a_start_counts_from_the_moment_it_is_admitted() -> None:
     tasks = [actor.start() for actor in actors]
     await asyncio.sleep(1)
     assert [actor.state for actor in actors] == [State.STARTING] * 2 + [State.STOPPED] * 3
-    assert (pool.workers, pool.in_line) == (2, 3)
+    assert (pool.workers, pool.in_queue) == (2, 3)
     await asyncio.gather(*tasks)  # those that are idle make room
     assert sum(actor.state is State.IDLE for actor in actors) == 2
 
@@ -279,7 +279,7 @@ async def test_who_waits_disturbs_nobody_and_is_refused_in_time_with_its_place_a
     assert "workers_max" in str(error)
     assert "15 s" in str(error)
     assert first.state is second.state is State.BUSY
-    assert (pool.workers, pool.in_line) == (2, 0)
+    assert (pool.workers, pool.in_queue) == (2, 0)
 
 
 @virtually
@@ -290,7 +290,7 @@ async def test_the_expected_wait_is_not_guessed() -> None:
     with pytest.raises(PoolFullError, match="reject") as refused:
         await pool.actor("b").start()
     assert (refused.value.position, refused.value.waiting, refused.value.expected_wait_s) == (1, 0, None)
-    assert pool.in_line == 0
+    assert pool.in_queue == 0
 
 
 @virtually
@@ -465,15 +465,13 @@ async def test_growing_serves_those_who_wait() -> None:
         pool.admission.resize(0)
 
 
-# --- the condition ----------------------------------------------------------------------------------------------------
+# --- the state ----------------------------------------------------------------------------------------------------
 
 
 def test_every_condition_is_in_the_table_and_only_closed_is_for_ever() -> None:
-    assert set(MAY_BECOME) == set(Condition)
-    assert [condition for condition in Condition if not MAY_BECOME[condition]] == [Condition.CLOSED]
-    assert all(
-        Condition.CLOSED in MAY_BECOME[condition] for condition in Condition if condition is not Condition.CLOSED
-    )
+    assert set(MAY_BECOME) == set(PoolState)
+    assert [state for state in PoolState if not MAY_BECOME[state]] == [PoolState.CLOSED]
+    assert all(PoolState.CLOSED in MAY_BECOME[state] for state in PoolState if state is not PoolState.CLOSED)
 
 
 @virtually
@@ -486,12 +484,12 @@ async def test_a_paused_pool_holds_messages_and_starts_and_lets_them_on_when_res
     start = new.start()
     await asyncio.sleep(30)
     assert (held.done(), start.done(), new.state) == (False, False, State.STOPPED)
-    assert pool.admission.snapshot().condition == "paused"
-    assert (pool.admission.snapshot().held, pool.in_line) == (1, 1)
+    assert pool.admission.snapshot().state == "paused"
+    assert (pool.admission.snapshot().held, pool.in_queue) == (1, 1)
     pool.admission.resume()
     await asyncio.gather(held, start)
     assert new.state is State.IDLE
-    assert (pool.admission.snapshot().held, pool.in_line) == (0, 0)
+    assert (pool.admission.snapshot().held, pool.in_queue) == (0, 0)
 
 
 @virtually
@@ -577,7 +575,7 @@ async def test_a_close_ends_all_waiting() -> None:
     await pool.admission.pause(0)
     held = asyncio.create_task(pool.admission.passed(running))
     await asyncio.sleep(0)
-    pool.admission.become(Condition.CLOSED)
+    pool.admission.become(PoolState.CLOSED)
     ends = await asyncio.gather(start, held, return_exceptions=True)
     assert [type(end) for end in ends] == [PoolClosedError, PoolClosedError]
     with pytest.raises(PoolClosedError):
@@ -654,8 +652,8 @@ async def _random_life(steps: list[tuple[str, int, int]], start_s: float, busy: 
             "more than allowed, or more than before while over the limit"
         )
         before = pool.workers
-        if pool.admission.condition is Condition.OPEN and pool.workers < limit:
-            assert not pool.in_line, "there is a slot, and somebody waits"
+        if pool.admission.state is PoolState.OPEN and pool.workers < limit:
+            assert not pool.in_queue, "there is a permit, and somebody waits"
     pool.admission.resume()
     for actor in actors:
         actor.in_turn = actor.in_turn and actor.state in ALIVE
@@ -666,5 +664,5 @@ async def _random_life(steps: list[tuple[str, int, int]], start_s: float, busy: 
     for actor in actors:
         await actor.stop("the end")
     await asyncio.sleep(1)
-    assert (pool.workers, pool.in_line, len(pool.tasks), len(pool.admission._begun)) == (0, 0, 0, 0)
+    assert (pool.workers, pool.in_queue, len(pool.tasks), len(pool.admission._begun)) == (0, 0, 0, 0)
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What the caretaker makes of its looks: of all workers, of some, and of none that could be made."""
+"""What the monitor makes of its looks: of all workers, of some, and of none that could be made."""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from conftest import until
 
 from hermes_pool import PoolSettings
 from hermes_pool.lifecycle import State
-from hermes_pool.policy.liveness import Condition, Identity, Judgement, Sample, Signs
+from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, ProcessState, Sample
 from hermes_pool.scheduling import monitor
-from hermes_pool.scheduling.monitor import Caretaker
+from hermes_pool.scheduling.monitor import Monitor
 from hermes_pool.system.samples import Attention
 
 MB = 1024 * 1024
@@ -22,24 +22,24 @@ class Session:
     """A session whose worker holds so much memory; it goes when it is told to."""
 
     def __init__(self, pid: int, state: State, mb: int, *, works_on: bool = False) -> None:
-        self.worker: Identity | None = (pid, 1.0)
+        self.worker: ProcessIdentity | None = (pid, 1.0)
         self.state = state
         self.mb = mb
         self.works_on = works_on
         self.worker_age_s = 1.0
-        self.verdicts: list[Judgement | None] = []
+        self.verdicts: list[Diagnosis | None] = []
 
     def ask(self) -> None:
         """It has nobody to ask."""
 
-    def signs(self, samples: tuple[Sample, ...], at_rest: Any, trusted_from: float) -> Signs:
+    def evidence(self, samples: tuple[Sample, ...], at_rest: Any, trusted_from: float) -> Evidence:
         now = asyncio.get_running_loop().time()
-        return Signs(now=now, heard_at=now, asked_at=None, samples=samples)
+        return Evidence(now=now, heard_at=now, asked_at=None, samples=samples)
 
-    def judged(self, judgement: Judgement | None) -> None:
-        self.verdicts.append(judgement)
+    def diagnosed(self, diagnosis: Diagnosis | None) -> None:
+        self.verdicts.append(diagnosis)
 
-    async def replace_stuck(self, judgement: Judgement) -> None:
+    async def replace_stuck(self, diagnosis: Diagnosis) -> None:
         raise AssertionError
 
     async def kill_for(self, reason: str) -> None:
@@ -54,24 +54,24 @@ class Looks:
 
     def __init__(self, sessions: list[Session]) -> None:
         self._sessions = sessions
-        self._samples: dict[Identity, tuple[Sample, ...]] = {}
+        self._samples: dict[ProcessIdentity, tuple[Sample, ...]] = {}
         self.failures_left = 0
         self.looks: list[int] = []
 
-    def look(self, workers: Mapping[Identity, Attention], *, unique_above_bytes: float | None = None) -> None:
+    def look(self, workers: Mapping[ProcessIdentity, Attention], *, unique_above_bytes: float | None = None) -> None:
         if self.failures_left:
             self.failures_left -= 1
             raise OSError("too many open files")
         self.looks.append(len(workers))
         for session in self._sessions:
             if session.worker in workers:
-                sample = Sample(at=0.0, condition=Condition.SLEEPING, rss_bytes=session.mb * MB)
+                sample = Sample(at=0.0, state=ProcessState.SLEEPING, rss_bytes=session.mb * MB)
                 self._samples[session.worker] = (sample,)
 
-    def samples(self, worker: Identity) -> tuple[Sample, ...]:
+    def samples(self, worker: ProcessIdentity) -> tuple[Sample, ...]:
         return self._samples.get(worker, ())
 
-    def at_rest(self, worker: Identity) -> frozenset[Identity]:
+    def at_rest(self, worker: ProcessIdentity) -> frozenset[ProcessIdentity]:
         return frozenset()
 
 
@@ -81,7 +81,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def at_work(sessions: list[Session], looks: Any, **settings: Any) -> "asyncio.Task[None]":
-    care = Caretaker(
+    care = Monitor(
         PoolSettings(agent="echo", sample_s=0.2, **settings),
         looks,
         wards=lambda: list(sessions),

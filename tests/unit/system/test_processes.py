@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from hermes_pool.system import processes
-from hermes_pool.system.processes import Identity
+from hermes_pool.system.processes import IdentityCheck
 
 SLEEPER = """
 import time
@@ -53,7 +53,7 @@ def test_a_living_process_is_current_and_used_something(start) -> None:
     process = start(SLEEPER)
     assert process.stdout.readline()
     at = created(process.pid)
-    assert processes.identify(process.pid, at) is Identity.CURRENT
+    assert processes.identify(process.pid, at) is IdentityCheck.CURRENT
     look = processes.look(process.pid, at)
     assert look.health == "alive"
     assert look.rss_bytes > 1_000_000
@@ -64,14 +64,14 @@ def test_a_living_process_is_current_and_used_something(start) -> None:
 def test_a_boot_time_that_jumps_by_a_second_replaces_nobody(start) -> None:
     process = start(SLEEPER)
     at = created(process.pid)
-    assert processes.identify(process.pid, at + 1.01) is Identity.CURRENT
-    assert processes.identify(process.pid, at - 1.01) is Identity.CURRENT
+    assert processes.identify(process.pid, at + 1.01) is IdentityCheck.CURRENT
+    assert processes.identify(process.pid, at - 1.01) is IdentityCheck.CURRENT
 
 
 def test_another_create_time_is_another_process(start) -> None:
     process = start(SLEEPER)
     at = created(process.pid) - 100
-    assert processes.identify(process.pid, at) is Identity.REPLACED
+    assert processes.identify(process.pid, at) is IdentityCheck.REPLACED
     assert processes.look(process.pid, at) == processes.Look("dead")
     assert processes.descendants(process.pid, at) == []
 
@@ -83,13 +83,13 @@ def test_a_zombie_is_gone(start) -> None:
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert psutil.pid_exists(process.pid)
-    assert processes.identify(process.pid, at) is Identity.GONE
+    assert processes.identify(process.pid, at) is IdentityCheck.GONE
     assert processes.look(process.pid, at).health == "dead"
 
 
 @pytest.mark.parametrize("pid", [0, -1, -(2**40), 2**22 + 5])
 def test_what_is_no_pid_is_gone(pid: int) -> None:
-    assert processes.identify(pid, 1.0) is Identity.GONE
+    assert processes.identify(pid, 1.0) is IdentityCheck.GONE
     assert processes.look(pid, 1.0).health == "dead"
 
 
@@ -98,7 +98,7 @@ def test_a_vanished_process_is_gone(start) -> None:
     at = created(process.pid)
     process.kill()
     process.wait(10)
-    assert processes.identify(process.pid, at) is Identity.GONE
+    assert processes.identify(process.pid, at) is IdentityCheck.GONE
 
 
 def test_a_stopped_process_is_frozen(start) -> None:
@@ -107,7 +107,7 @@ def test_a_stopped_process_is_frozen(start) -> None:
     at = created(process.pid)
     os.kill(process.pid, signal.SIGSTOP)
     until(lambda: processes.look(process.pid, at).health == "frozen")
-    assert processes.identify(process.pid, at) is Identity.CURRENT
+    assert processes.identify(process.pid, at) is IdentityCheck.CURRENT
 
 
 TREE = """
@@ -160,12 +160,12 @@ def test_looking_does_not_depend_on_who_may_be_read(start, monkeypatch) -> None:
         assert processes.look(process.pid, at).cpu_s is None
     with monkeypatch.context() as patched:
         patched.setattr(psutil.Process, "create_time", denied)
-        assert processes.identify(process.pid, at) is Identity.UNKNOWN
+        assert processes.identify(process.pid, at) is IdentityCheck.UNKNOWN
         assert processes.look(process.pid, at) == processes.Look("unknown")
         assert processes.descendants(process.pid, at) == []
     with monkeypatch.context() as patched:
         patched.setattr(psutil.Process, "status", denied)
-        assert processes.identify(process.pid, at) is Identity.UNKNOWN
+        assert processes.identify(process.pid, at) is IdentityCheck.UNKNOWN
         assert processes.kill([psutil.Process(process.pid)]) == [], "unknown is never signalled"
     with monkeypatch.context() as patched:
         patched.setattr(psutil.Process, "status", vanished)

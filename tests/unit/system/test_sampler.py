@@ -12,7 +12,16 @@ from typing import Any
 import psutil
 import pytest
 
-from hermes_pool.policy.liveness import QUIET_S, STILL_S, Condition, Identity, Sample, Signs, Verdict, judge
+from hermes_pool.policy.liveness import (
+    QUIET_S,
+    STILL_S,
+    Evidence,
+    ProcessIdentity,
+    ProcessState,
+    Sample,
+    Verdict,
+    diagnose,
+)
 from hermes_pool.system import processes
 from hermes_pool.system.linux_source import LinuxSource
 from hermes_pool.system.psutil_source import PsutilSource
@@ -55,7 +64,7 @@ class Worker:
         )
         assert self.process.stdout.readline() == "up\n"
         self.pid = self.process.pid
-        self.identity: Identity = (self.pid, psutil.Process(self.pid).create_time())
+        self.identity: ProcessIdentity = (self.pid, psutil.Process(self.pid).create_time())
         self.rest()
 
     def rest(self) -> None:
@@ -104,7 +113,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_cpu_memory_and_condition_are_those_of_the_process(start, source) -> None:
     worker, sampler = start(), Sampler(source=source())
     before = look(sampler, worker)
-    assert before.condition is Condition.SLEEPING
+    assert before.state is ProcessState.SLEEPING
     assert before.threads == 1
     worker.order("burn 0.3")
     worker.order("hold 50000000")
@@ -143,7 +152,7 @@ def test_a_stopped_worker_is_seen_at_once_when_it_is_looked_at_closely(start, so
     look(sampler, worker)
     os.kill(worker.pid, signal.SIGSTOP)
     until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED)
-    assert look(sampler, worker).condition is Condition.STOPPED
+    assert look(sampler, worker).state is ProcessState.STOPPED
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -152,11 +161,11 @@ def test_a_zombie_a_vanished_one_and_a_pid_of_another_are_dead(start, source) ->
     look(sampler, worker, other)
     os.kill(worker.pid, signal.SIGKILL)
     os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-    assert look(sampler, worker).condition is Condition.DEAD
+    assert look(sampler, worker).state is ProcessState.DEAD
     worker.process.wait(10)
-    assert look(sampler, worker).condition is Condition.DEAD
+    assert look(sampler, worker).state is ProcessState.DEAD
     replaced = (other.pid, other.identity[1] - 100)
-    assert sampler.look({replaced: Attention.CLOSE})[replaced].condition is Condition.DEAD
+    assert sampler.look({replaced: Attention.CLOSE})[replaced].state is ProcessState.DEAD
     assert sampler.samples(replaced) == ()
 
 
@@ -197,9 +206,9 @@ def test_what_it_started_can_be_ended_after_its_death_whatever_it_cleared(start,
     worker.process.wait(10)
     assert psutil.Process(pid).ppid() != worker.pid
     assert look(sampler, other).descendants[0][0] == spared
-    assert [each.pid for each in sampler.kin(worker.identity)] == [pid]
-    assert processes.kill(sampler.kin(worker.identity)) == [pid]
-    assert sampler.kin(worker.identity) == []
+    assert [each.pid for each in sampler.process_tree(worker.identity)] == [pid]
+    assert processes.kill(sampler.process_tree(worker.identity)) == [pid]
+    assert sampler.process_tree(worker.identity) == []
     assert psutil.pid_exists(spared)
 
 
@@ -208,13 +217,13 @@ def test_a_daemon_stays_its_own_though_its_parent_is_gone(start) -> None:
     worker, sampler = start(), Sampler()
     assert worker.order("start")
     look(sampler, worker)
-    (child,) = sampler.kin(worker.identity)
+    (child,) = sampler.process_tree(worker.identity)
     # Its parent is this process's by now: the worker is dead, and it was handed on.
     worker.process.kill()
     worker.process.wait(10)
     for _ in range(READ_ALL_EVERY + 2):  # across a look that reads everything anew
         assert sampler.look({}) == {}
-    assert [each.pid for each in sampler.kin(worker.identity)] == [child.pid]
+    assert [each.pid for each in sampler.process_tree(worker.identity)] == [child.pid]
     processes.kill([child])
 
 
@@ -223,7 +232,7 @@ def test_a_pid_that_has_changed_hands_is_not_kin_any_more(start) -> None:
     pid = int(worker.order("start"))
     look(sampler, worker)
     sampler._workers[worker.identity].family[pid].started += 1  # as if another process had begun there later
-    assert sampler.kin(worker.identity) == []
+    assert sampler.process_tree(worker.identity) == []
 
 
 def test_what_was_there_at_rest_is_told_from_what_a_turn_began(start) -> None:
@@ -285,22 +294,22 @@ def test_memory_of_it_is_bounded_and_ends_with_forgetting(start) -> None:
     sampler.look({})
     assert sampler.samples(worker.identity) == ()
     assert sampler.at_rest(worker.identity) == frozenset()
-    assert sampler.kin(worker.identity) == []
+    assert sampler.process_tree(worker.identity) == []
 
 
 def verdicts(worker: Worker, sampler: Sampler) -> Iterator[Verdict]:
-    """Look at a worker that is deaf and silent from now on, ten times a second, and judge it each time."""
+    """Look at a worker that is deaf and silent from now on, ten times a second, and diagnose it each time."""
     silent_since = time.monotonic()
     while True:
         look(sampler, worker)
-        signs = Signs(
+        evidence = Evidence(
             now=time.monotonic(),
             heard_at=silent_since - QUIET_S,
             asked_at=silent_since,
             samples=sampler.samples(worker.identity),
             at_rest=sampler.at_rest(worker.identity),
         )
-        yield judge(signs, wedged_after_s=0.5).verdict
+        yield diagnose(evidence, wedged_after_s=0.5).verdict
         time.sleep(0.1)
 
 
