@@ -155,7 +155,7 @@ async def test_the_command_line_steers_a_running_pool_and_shows_it(open_pool: Op
     assert table.startswith("CONVERSATION")
     status, text, _ = await hermes_pool("ps", "--json", pool=pool)
     assert json.loads(text)["supervisors"][0]["pool"] == {
-        "condition": "paused", "workers": 1, "workers_max": 5, "waiting": 0, "held": 0, "expected_wait_s": 0.0,
+        "state": "paused", "workers": 1, "workers_max": 5, "waiting": 0, "held": 0, "expected_wait_s": 0.0,
         "starts": {"state": "closed", "failures": 0, "failures_max": 3, "retry_after_s": None, "last_error": None},
     }  # fmt: skip
     assert await hermes_pool("resume", pool=pool) == (0, f"{who}: resumed\n", "")
