@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hermes_pool.conversation.turn import Reply, Turn
+    from hermes_pool.conversation.reply import Reply
+    from hermes_pool.conversation.turn import Turn
     from hermes_pool.crash_report import DeathReport
     from hermes_pool.errors import (
         AgentFailedError,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         WorkerUnusableError,
     )
     from hermes_pool.manager import HermesSessionManager
-    from hermes_pool.process.connection import Stopped
+    from hermes_pool.process.death import Stopped
     from hermes_pool.scheduling.pool_state import Drained
     from hermes_pool.settings import PoolSettings, SessionKey
     from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
@@ -79,7 +80,7 @@ _HOME = {
     "PoolUnusableError": "hermes_pool.errors",
     "Question": "hermes_pool_worker.wire",
     "ReasoningDelta": "hermes_pool_worker.wire",
-    "Reply": "hermes_pool.conversation.turn",
+    "Reply": "hermes_pool.conversation.reply",
     "RestartBackoffError": "hermes_pool.errors",
     "SessionKey": "hermes_pool.settings",
     "SessionMoved": "hermes_pool_worker.wire",
@@ -87,7 +88,7 @@ _HOME = {
     "SettingsError": "hermes_pool.errors",
     "StateNotWritableError": "hermes_pool.errors",
     "Status": "hermes_pool_worker.wire",
-    "Stopped": "hermes_pool.process.connection",
+    "Stopped": "hermes_pool.process.death",
     "StoreError": "hermes_pool.errors",
     "TextDelta": "hermes_pool_worker.wire",
     "ToolFinished": "hermes_pool_worker.wire",

@@ -14,15 +14,16 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from hermes_pool.control import messages, server
+from hermes_pool.conversation.reply import Reply
+from hermes_pool.conversation.saver import Saver
+from hermes_pool.conversation.services import SessionServices
 from hermes_pool.conversation.session import Session
-from hermes_pool.conversation.turn import Reply, Turn
-from hermes_pool.conversation.worker_slot import SessionServices
+from hermes_pool.conversation.turn import Turn
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import HermesPoolError, PoolClosedError
-from hermes_pool.lifecycle import State
-from hermes_pool.process.connection import Stopped
+from hermes_pool.process.death import Stopped
 from hermes_pool.process.factory import WorkerFactory
-from hermes_pool.scheduling.admission import Admission
+from hermes_pool.scheduling.admission import Admission, Occupant
 from hermes_pool.scheduling.monitor import Monitor
 from hermes_pool.scheduling.pool_state import Drained, PoolState
 from hermes_pool.settings import PoolSettings, SessionKey
@@ -34,14 +35,10 @@ from hermes_pool.system.sampler import Sampler
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
 
-SAVE_EVERY_S = 1.0
-"""A session that is talked to all the time is stored this often."""
-SAVE_NEWS_AFTER_S = 0.02
-"""One that has news of its identity is stored at once, but for a moment: first whoever waits has its turn."""
 REPORTS_KEPT = 64
-"""How many reports of deaths are kept, for who asks later."""
+"""How many reports of deaths are kept in memory."""
 SESSIONS_KEPT = 1024
-"""How many sessions without a worker stay in memory, for ``ps``; what they know is in the store."""
+"""How many sessions without a worker stay in memory, for ``ps``. What they know is in the store."""
 
 
 class HermesSessionManager:
@@ -69,8 +66,7 @@ class HermesSessionManager:
         self._sessions: dict[SessionKey, Session] = {}
         self._by_id: dict[str, Session] = {}  # those of no user: known ids need no check, and no key is made for them
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._unsaved: dict[Session, float] = {}
-        self._save_wanted = asyncio.Event()
+        self._saver = Saver()
         self._reports: deque[DeathReport] = deque(maxlen=REPORTS_KEPT)
         self._closing: asyncio.Task[dict[SessionKey, Stopped]] | None = None
         self._log = logger()
@@ -100,7 +96,7 @@ class HermesSessionManager:
             host=socket.gethostname(),
             log=self._log,
             admission=self._admission,
-            save_soon=self._save_soon,
+            saver=self._saver,
             in_background=self._in_background,
             on_background=self._on_background,
             new_turn_id=lambda: f"{prefix}-{next(numbers)}",
@@ -118,14 +114,14 @@ class HermesSessionManager:
         monitor = Monitor(
             settings,
             self._sampler,
-            wards=lambda: list(self._sessions.values()),
-            worth=self._admission.worth,
+            slots=lambda: [session.slot for session in self._sessions.values()],
+            worth=lambda slot: self._admission.worth(slot.occupant),
             in_background=self._in_background,
             log=self._log,
         )
         self._in_background(monitor.run())
         self._in_background(self._sweep())
-        self._in_background(self._save_always())
+        self._in_background(self._saver.run())
         self._log.info("pool_opened", agent=settings.agent, state_dir=str(settings.state_dir))
         return self
 
@@ -183,14 +179,18 @@ class HermesSessionManager:
         turn = session.new_turn(text, streams=False)
         await session.begin(turn)
         try:
-            return await turn.reply()
+            outcome = await turn.settled()
         except asyncio.CancelledError:
             session.cancel(turn)
             raise
+        if isinstance(outcome, Reply):
+            return outcome
+        raise outcome
 
     def turn(self, conversation: str | SessionKey, text: str) -> Turn:
         """Return the turn of a message, to be entered with ``async with``: see ``Turn``. Errors as for ``send``."""
-        return self._session(conversation).new_turn(text)
+        session = self._session(conversation)
+        return Turn(session, session.new_turn(text))
 
     async def stop(self, conversation: str | SessionKey) -> Stopped | None:
         """Stop the worker of a conversation; its next message starts another one, in context.
@@ -328,8 +328,8 @@ class HermesSessionManager:
 
     # --- in the background ---
 
-    def _memory_of(self, session: Any) -> int | None:
-        worker = session.worker
+    def _memory_of(self, session: Occupant) -> int | None:
+        worker = self._sessions[session.key].slot.worker if session.key in self._sessions else None
         samples = () if worker is None else self._sampler.samples(worker)
         return (samples[-1].unique_bytes or samples[-1].rss_bytes) if samples else None
 
@@ -363,34 +363,6 @@ class HermesSessionManager:
             for error in results:
                 if isinstance(error, Exception):
                     self._log.error("sweep_failed", error=repr(error), exc_info=error)
-
-    def _save_soon(self, session: Session) -> None:
-        """Have a session stored, beside the turns: soon when its identity is new, else within ``SAVE_EVERY_S``."""
-        now = asyncio.get_running_loop().time()
-        known = session.metadata.identity_is_stored and session.state is State.IDLE
-        if session in self._unsaved and (known or self._unsaved[session] <= now + SAVE_NEWS_AFTER_S):
-            return
-        self._unsaved[session] = now + (SAVE_EVERY_S if known else SAVE_NEWS_AFTER_S)
-        self._save_wanted.set()
-
-    async def _save_always(self) -> None:
-        """Store what has changed, beside the turns and never on their path."""
-        loop = asyncio.get_running_loop()
-        while True:
-            now = loop.time()
-            due = [session for session, at in self._unsaved.items() if at <= now]
-            for session in due:
-                del self._unsaved[session]
-            if due:
-                await asyncio.gather(*(session.metadata.save() for session in due))
-                continue
-            next_at = min(self._unsaved.values(), default=None)
-            self._save_wanted.clear()
-            try:
-                async with asyncio.timeout_at(next_at):
-                    await self._save_wanted.wait()
-            except TimeoutError:
-                continue
 
     # --- from outside ---
 
