@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from logging import DEBUG, INFO
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hermes_pool import lifecycle
 from hermes_pool.conversation.crashes import report_of
@@ -35,12 +35,14 @@ from hermes_pool.process.connection import Death, Stopped, WorkerConnection, kil
 from hermes_pool.process.factory import WorkerFactory
 from hermes_pool.scheduling.admission import Admission, Occupant
 from hermes_pool.settings import PoolSettings, SessionKey
-from hermes_pool.storage.store import ConversationStore
 from hermes_pool.system import processes
 from hermes_pool.system.log import wants
 from hermes_pool.system.sampler import Sampler
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
+
+if TYPE_CHECKING:  # SQLAlchemy takes longer to import than all else together
+    from hermes_pool.storage.store import ConversationStore
 
 SWEEP_UP_AFTER_S = 0.1
 """How long after a death its orphans are looked for. The look takes milliseconds of this interpreter's lock."""
@@ -54,7 +56,7 @@ class SessionServices:
 
     settings: PoolSettings
     factory: WorkerFactory
-    store: ConversationStore
+    store: "ConversationStore"
     host: str
     log: Any
     admission: Admission
