@@ -8,7 +8,7 @@ from typing import Any
 
 from hermes_pool.conversation.turn import Turn
 from hermes_pool.crash_report import DeathReport
-from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError
+from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerDiedError
 from hermes_pool.process.connection import Death, WorkerConnection
 from hermes_pool.settings import SessionKey
 
@@ -49,7 +49,7 @@ def report_of(
     )
 
 
-def crashed(turn: Turn, report: DeathReport, *, replays_always: bool, what_next: str) -> WorkerCrashedError:
+def crashed(turn: Turn, report: DeathReport, *, replays_always: bool, what_next: str) -> WorkerDiedError:
     """Return the error of a turn that no further worker will run."""
     told: dict[str, Any] = {
         "exit": report.exit,

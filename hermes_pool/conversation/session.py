@@ -26,7 +26,7 @@ from hermes_pool.errors import (
     RestartBackoffError,
     TurnCancelledError,
     TurnTimeoutError,
-    WorkerCrashedError,
+    WorkerDiedError,
     WorkerStartError,
 )
 from hermes_pool.lifecycle import Event, State
@@ -199,7 +199,12 @@ class Session:
         """
         await self.slot.stop_filling()
         if self._turn is not None:
-            self.cancel(self._turn, TurnCancelledError(f"stopped ({reason})", conversation_id=self._id))
+            ending = TurnCancelledError(
+                f"stopped ({reason})",
+                retryable=self.closed and not self._turn.tools_started,  # another pool may take it
+                conversation_id=self._id,
+            )
+            self.cancel(self._turn, ending)
         if self.state not in (State.IDLE, State.BUSY):
             if self.slot.connection is not None:
                 await self.slot.connection.dead()
@@ -305,7 +310,9 @@ class Session:
                 self._hand_over(turn)
         except BaseException as error:
             self._lock.release()
-            given_up = TurnCancelledError("its caller gave up before it began", conversation_id=self._id)
+            given_up = TurnCancelledError(
+                "its caller gave up before it began", sent=False, retryable=True, conversation_id=self._id
+            )
             turn.settle(error if isinstance(error, HermesPoolError) else given_up)
             raise
 
@@ -639,6 +646,7 @@ class Session:
             if turn.ending is not None:
                 return self._ended_early(turn)
             if not turn.tools_started and not isinstance(error, RestartBackoffError):
+                error.sent = True  # to the worker that died
                 return error
             # What has, or may have, happened matters more than that nobody could take over.
             interrupted = self._crashed(turn, report, str(error.message))
@@ -664,7 +672,7 @@ class Session:
 
     def _crashed(
         self, turn: Turn, report: DeathReport, what_next: str = "The next message gets a new one"
-    ) -> WorkerCrashedError:
+    ) -> WorkerDiedError:
         return crashed(turn, report, replays_always=self._settings.replay == "always", what_next=what_next)
 
     @property

@@ -154,7 +154,10 @@ class WorkerSlot:
                 self._give_up(starting)
             raise
         if starting.cancelled():
-            raise TurnCancelledError("stopped while its worker was starting", conversation_id=self._id)
+            sent = self._tenant.turn_running is not None  # to the worker before
+            raise TurnCancelledError(
+                "stopped while its worker was starting", sent=sent, retryable=not sent, conversation_id=self._id
+            )
         return starting.result()
 
     async def stop_filling(self) -> None:
