@@ -30,6 +30,7 @@ from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool.system import processes
 from hermes_pool.system.log import logger
 from hermes_pool.system.sampler import Sampler
+from hermes_pool.system.state_dir import prepare_state_dir
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
 
@@ -88,11 +89,15 @@ class HermesSessionManager:
     # --- opening and closing ---
 
     async def __aenter__(self) -> Self:
-        """Open the store and the control socket. No worker is started before the first message."""
+        """Open the store and the control socket. No worker is started before the first message.
+
+        ``SettingsError`` for a ``database_url`` that cannot be used; ``StateDirError`` where the pool's files cannot be
+        kept.
+        """
         if self._admission.state is not PoolState.NEW:
             raise PoolClosedError("a manager is entered once; make another one")
-        self.settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         settings = self.settings
+        prepare_state_dir(settings.state_dir, workspace=settings.worker_cwd is None)
         self._store = self._given_store or _own_store(settings)
         prefix, numbers = secrets.token_hex(4), count(1)
         self._services = SessionServices(
@@ -265,7 +270,7 @@ class HermesSessionManager:
     def deaths(self) -> list[DeathReport]:
         """Return the reports of the workers that died unasked, the latest first. 64 are kept, in memory only.
 
-        The same report is in the error of the turn (``WorkerCrashedError.report``) and in the log (``worker_died``).
+        The same report is in the error of the turn (``WorkerDiedError.report``) and in the log (``worker_died``).
         """
         return list(reversed(self._reports))
 

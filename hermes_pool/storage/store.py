@@ -300,6 +300,13 @@ class ConversationStore:
             return StoreError(
                 "no connection became free in time: give the engine a larger pool", conversation_id=conversation_id
             )
+        no_folder = isinstance(error, OSError) and error.filename is not None
+        if self._own_url is not None and (no_folder or "unable to open database file" in str(cause)):
+            return StoreError(
+                f"the database file {self._own_url.database} cannot be opened ({said}): it must be a file, in a "
+                "folder that this user can write; name another one with database_url",
+                conversation_id=conversation_id,
+            )
         # 55P03 is lock_timeout, 57014 statement_timeout; SQLite has words only.
         if code in ("55P03", "57014") or (isinstance(error, DBAPIError) and "locked" in str(cause)):
             return self._too_late(conversation_id)
