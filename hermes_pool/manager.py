@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from hermes_pool.control import messages, server
 from hermes_pool.conversation.reply import Reply
@@ -28,12 +28,15 @@ from hermes_pool.scheduling.monitor import Monitor
 from hermes_pool.scheduling.pool_state import Drained, PoolState
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
-from hermes_pool.storage.store import ConversationStore
 from hermes_pool.system import processes
 from hermes_pool.system.log import logger
 from hermes_pool.system.sampler import Sampler
+from hermes_pool.system.state_dir import prepare_state_dir
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
+
+if TYPE_CHECKING:
+    from hermes_pool.storage.store import ConversationStore
 
 REPORTS_KEPT = 64
 """How many reports of deaths are kept in memory."""
@@ -57,7 +60,7 @@ class HermesSessionManager:
         self,
         settings: PoolSettings | None = None,
         *,
-        store: ConversationStore | None = None,
+        store: "ConversationStore | None" = None,
         on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None = None,
     ) -> None:
         self.settings = settings or PoolSettings()
@@ -82,12 +85,16 @@ class HermesSessionManager:
     # --- opening and closing ---
 
     async def __aenter__(self) -> Self:
-        """Open the store and the control socket. No worker is started before the first message."""
+        """Open the store and the control socket. No worker is started before the first message.
+
+        ``SettingsError`` for a ``database_url`` that cannot be used; ``StateDirError`` where the pool's files cannot be
+        kept.
+        """
         if self._admission.state is not PoolState.NEW:
             raise PoolClosedError("a manager is entered once; make another one")
-        self.settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         settings = self.settings
-        self._store = self._given_store or ConversationStore.from_url(settings.store_url, settings.database_timeout_s)
+        prepare_state_dir(settings.state_dir, workspace=settings.worker_cwd is None)
+        self._store = self._given_store or _own_store(settings)
         prefix, numbers = secrets.token_hex(4), count(1)
         self._services = SessionServices(
             settings=settings,
@@ -263,7 +270,7 @@ class HermesSessionManager:
     def deaths(self) -> list[DeathReport]:
         """Return the reports of the workers that died unasked, the latest first. 64 are kept, in memory only.
 
-        The same report is in the error of the turn (``WorkerCrashedError.report``) and in the log (``worker_died``).
+        The same report is in the error of the turn (``WorkerDiedError.report``) and in the log (``worker_died``).
         """
         return list(reversed(self._reports))
 
@@ -402,6 +409,13 @@ class HermesSessionManager:
                 if not self.release(key, request.fingerprint):
                     return messages.Failed(f"no message of it with the fingerprint {request.fingerprint} has killed")
                 return messages.Done("released")
+
+
+def _own_store(settings: PoolSettings) -> "ConversationStore":
+    # SQLAlchemy takes longer to import than all else together, and not everybody who imports this opens a pool.
+    from hermes_pool.storage.store import ConversationStore  # noqa: PLC0415
+
+    return ConversationStore.from_url(settings.store_url, settings.database_timeout_s)
 
 
 def _turns(count: int) -> str:

@@ -55,8 +55,20 @@ def _check_id(what: str, value: object) -> None:
 
 
 def _default_state_dir() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    try:
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError:
+        raise SettingsError("there is no home folder for the pool's files: set HOME, or state_dir") from None
     return Path(base) / "hermes-pool"
+
+
+def _absolute(name: str, path: Path | str) -> Path:
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:
+        raise SettingsError(f"{name}={str(path)!r}: there is no such home folder; write the path out") from None
+    except FileNotFoundError:
+        raise SettingsError(f"{name}={str(path)!r}: the current folder is gone; write the whole path") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,14 +209,14 @@ class PoolSettings:
 
     def __post_init__(self) -> None:
         """Bring paths into one form and check every value."""
-        object.__setattr__(self, "state_dir", Path(self.state_dir).expanduser().absolute())
+        object.__setattr__(self, "state_dir", _absolute("state_dir", self.state_dir))
         for name in ("worker_cwd", "hermes_home"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, Path(value).expanduser().absolute())
+                object.__setattr__(self, name, _absolute(name, value))
         if isinstance(self.agent_paths, str):
             raise SettingsError("agent_paths is a tuple of folders, not one text: write (folder,)")
-        object.__setattr__(self, "agent_paths", tuple(str(Path(path).absolute()) for path in self.agent_paths))
+        object.__setattr__(self, "agent_paths", tuple(str(_absolute("agent_paths", path)) for path in self.agent_paths))
         if self.database_url is None and "?" in str(self.state_dir):
             raise SettingsError(f"state_dir={str(self.state_dir)!r}: a '?' cannot stand in the path of an SQLite file")
         self._check_words()

@@ -210,7 +210,7 @@ class Storm:
                     reply = await turn.reply()
         except HermesPoolError as error:
             self._failed[name].append(text)
-            wait_s = getattr(error, "retry_after_s", None)
+            wait_s = error.retry_after_s
             if wait_s is not None:
                 await asyncio.sleep(min(wait_s, 1.0))
             return type(error).__name__

@@ -8,13 +8,16 @@ import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime
 from time import time
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hermes_pool.errors import HermesPoolError, StateNotWritableError, StoreError
 from hermes_pool.policy.liveness import ProcessIdentity
 from hermes_pool.settings import SessionKey
-from hermes_pool.storage.store import ConversationStore, SessionRecord
+from hermes_pool.storage.record import SessionRecord
 from hermes_pool_worker import wire
+
+if TYPE_CHECKING:  # SQLAlchemy takes longer to import than all else together
+    from hermes_pool.storage.store import ConversationStore
 
 Status = Literal["healthy", "dormant", "failed"]
 
@@ -23,7 +26,14 @@ class SessionMetadata:
     """The metadata of one session. ``changed`` is called when there is something new to store."""
 
     def __init__(
-        self, key: SessionKey, store: ConversationStore, *, agent: str, host: str, log: Any, changed: Callable[[], None]
+        self,
+        key: SessionKey,
+        store: "ConversationStore",
+        *,
+        agent: str,
+        host: str,
+        log: Any,
+        changed: Callable[[], None],
     ) -> None:
         self.session_id: str | None = None
         """The agent's own name of the session."""

@@ -4,16 +4,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hermes_pool.conversation.saver import Saver
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.process.factory import WorkerFactory
 from hermes_pool.scheduling.admission import Admission
 from hermes_pool.settings import PoolSettings, SessionKey
-from hermes_pool.storage.store import ConversationStore
 from hermes_pool.system.sampler import Sampler
 from hermes_pool_worker import wire
+
+if TYPE_CHECKING:  # SQLAlchemy takes longer to import than all else together
+    from hermes_pool.storage.store import ConversationStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class SessionServices:
 
     settings: PoolSettings
     factory: WorkerFactory
-    store: ConversationStore
+    store: "ConversationStore"
     host: str
     """The name of this machine."""
     log: Any

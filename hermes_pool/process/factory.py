@@ -27,6 +27,7 @@ from hermes_pool.process.zygote import ZygoteLauncher
 from hermes_pool.settings import PoolSettings
 from hermes_pool.system.file_stamps import stamps_of
 from hermes_pool.system.processes import MARKER_VARIABLE
+from hermes_pool.system.state_dir import WORKSPACE
 from hermes_pool.system.threads import in_thread
 from hermes_pool_worker import wire
 
@@ -45,7 +46,7 @@ class WorkerFactory:
     def __init__(self, settings: PoolSettings, host_environment: Mapping[str, str], log: Any) -> None:
         self._settings = settings
         self._environment = worker_environment(settings, host_environment)
-        self._cwd = settings.worker_cwd or settings.state_dir / "workspace"
+        self._cwd = settings.worker_cwd or settings.state_dir / WORKSPACE
         self._data_dir = str(settings.state_dir / "agents" / settings.agent.replace(":", "_"))
         self._log = log
         self._pool = secrets.token_hex(8)
@@ -83,7 +84,6 @@ class WorkerFactory:
         """Take ownership of the pool's processes, and begin with what makes the first starts quick."""
         self._orphans.record()
         self._in_background(self._orphans.sweep)
-        self._make_workspace()
         if isinstance(self._launcher, ZygoteLauncher):
             self._launcher.warm_up()
         self.spares.refill()
@@ -114,10 +114,6 @@ class WorkerFactory:
     def _learn(self, modules: Sequence[str]) -> None:
         if isinstance(self._launcher, ZygoteLauncher):
             self._launcher.learn(modules)
-
-    def _make_workspace(self) -> None:
-        if self._settings.worker_cwd is None:
-            self._cwd.mkdir(parents=True, exist_ok=True)
 
     def _ground(self) -> object:
         """Return what a start stands on, as far as files show it: has it changed, somebody has mended something."""

@@ -5,10 +5,9 @@ logger ``hermes_pool``, which has no handler but the null one.
 """
 
 import logging
+import sys
 from collections.abc import MutableMapping
 from typing import Any
-
-import structlog
 
 _standard = logging.getLogger("hermes_pool")
 _standard.addHandler(logging.NullHandler())
@@ -16,6 +15,8 @@ _standard.addHandler(logging.NullHandler())
 
 def logger(**bound: Any) -> Any:
     """Return a logger with these values on each line."""
+    import structlog  # noqa: PLC0415 - it takes long to import, and not everybody who imports this makes a logger
+
     if structlog.is_configured():
         return structlog.get_logger("hermes_pool", **bound)
     return structlog.wrap_logger(
@@ -35,4 +36,5 @@ def _as_text(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str
 
 def wants(level: int) -> bool:
     """Whether anybody would see a line of this level. It is asked at each start of a worker, and not in each turn."""
-    return structlog.is_configured() or _standard.isEnabledFor(level)
+    structlog = sys.modules.get("structlog")  # a host that has configured it has imported it
+    return (structlog is not None and structlog.is_configured()) or _standard.isEnabledFor(level)

@@ -24,7 +24,7 @@ from outside import complaints, gone, hermes_of, lines, process_of, row_of
 
 from hermes_pool import HermesPoolError, Reply
 from hermes_pool.conversation.session import Session
-from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerStartError
+from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerDiedError, WorkerStartError
 from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
@@ -185,7 +185,7 @@ class Expected:
         else:
             assert type(outcome) is (self.error or self.or_error)
             assert outcome.conversation_id == conversation_id
-        if isinstance(outcome, WorkerCrashedError):
+        if isinstance(outcome, WorkerDiedError):
             assert outcome.returncode == -signal.SIGKILL
             assert outcome.report is not None
             assert outcome.report.report_id in str(outcome)
