@@ -95,7 +95,6 @@ class HermesSessionManager:
         settings = self.settings
         prepare_state_dir(settings.state_dir, workspace=settings.worker_cwd is None)
         self._store = self._given_store or _own_store(settings)
-        prefix, numbers = secrets.token_hex(4), count(1)
         self._services = SessionServices(
             settings=settings,
             factory=WorkerFactory(settings, dict(os.environ), self._log),
@@ -106,7 +105,7 @@ class HermesSessionManager:
             saver=self._saver,
             in_background=self._in_background,
             on_background=self._on_background,
-            new_turn_id=lambda: f"{prefix}-{next(numbers)}",
+            turn_ids=map(f"{secrets.token_hex(4)}-{{}}".format, count(1)),
             reports=self._reports,
             sampler=self._sampler,
         )

@@ -76,10 +76,6 @@ class ActiveTurn:
 
     # --- the session's side ---
 
-    def became(self, event: TurnEvent) -> None:
-        """Make a transition."""
-        self.state = TURN[self.state][event]
-
     def push(self, event: wire.Event) -> None:
         """Hand an event to the caller, if the caller still listens."""
         events = self._events
@@ -139,7 +135,9 @@ class ActiveTurn:
 
     async def settled(self) -> Reply | HermesPoolError:
         """Wait for the outcome. Events that were not read are dropped."""
-        self.drop_events()
+        self._events = None
+        if self.lags:
+            self._consumed()
         while self.outcome is None:
             await self._change()
         return self.outcome

@@ -117,17 +117,12 @@ class SessionMetadata:
         self.session_id = failed.session_id or self.session_id
         self.committed = failed.committed or self.committed
 
-    def turn_completed(self) -> None:
-        """Count a turn that has ended with a reply."""
-        self.turns += 1
-        self.last_error = None
-
     def turn_settled(self, error: HermesPoolError | None) -> None:
         """Note the end of a turn. This is on the path of every turn: a save that is due is not asked for again."""
         if error is not None:
             self.last_error = str(error)
         self._last_used_at = time()
-        if not self.unsaved or self.save_error is not None or not self.identity_is_stored:
+        if not self.unsaved or self.save_error is not None or self._saved_session_id != self.session_id:
             self.save_soon()
 
     # --- the record ---

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ class SessionServices:
     sampler: Sampler
     saver: Saver
     in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
-    new_turn_id: Callable[[], str]
+    turn_ids: Iterator[str]
     on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None
     """The host's callback for work that has ended after its turn."""
     reports: deque[DeathReport]

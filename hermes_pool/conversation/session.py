@@ -27,7 +27,7 @@ from hermes_pool.errors import (
     TurnTimeoutError,
     WorkerStartError,
 )
-from hermes_pool.lifecycle import TurnEvent, TurnState, WorkerState
+from hermes_pool.lifecycle import TURN, TurnEvent, TurnState, WorkerState
 from hermes_pool.policy import recovery
 from hermes_pool.policy.quarantine import Quarantine
 from hermes_pool.policy.recovery import Decision, Replacement, TurnFacts
@@ -49,6 +49,7 @@ class Session:
 
     def __init__(self, key: SessionKey, services: SessionServices) -> None:
         self.key = key
+        self._id = key.conversation_id
         self.waiting = 0
         """Callers in the queue."""
         self._services = services
@@ -211,7 +212,7 @@ class Session:
         if not isinstance(text, str):
             raise InvalidMessageError(f"a message must be a str, not {type(text).__name__}", conversation_id=self._id)
         return ActiveTurn(
-            self._services.new_turn_id(),
+            next(self._services.turn_ids),
             text,
             drained=self._drained,
             streams=streams,
@@ -232,7 +233,7 @@ class Session:
             self._refuse(turn, error)
             raise
         try:
-            turn.became(TurnEvent.BEGUN)
+            turn.state = TURN[turn.state][TurnEvent.BEGUN]
             if self._services.admission.state is not PoolState.OPEN:
                 await self._services.admission.passed(self)
             if self._loop.time() - self.slot.jobs.resting_since >= LOOKED_AT_AFTER_S:
@@ -255,7 +256,7 @@ class Session:
         if turn.state is TurnState.SETTLED or turn.ending is not None:
             return
         turn.ending = ending
-        turn.became(TurnEvent.END_WANTED)
+        turn.state = TURN[turn.state][TurnEvent.END_WANTED]
         connection = self.slot.connection
         if turn.state is TurnState.CANCELLING and self.state is WorkerState.BUSY and connection is not None:
             connection.send(wire.Cancel(turn.turn_id, turn.attempt))
@@ -304,7 +305,7 @@ class Session:
             ) from None
         finally:
             self.waiting -= 1
-            self._announce()
+            self._services.admission.news.set()
 
     async def _replace_frozen(self) -> None:
         """Kill an idle worker that somebody has stopped (SIGSTOP): it would sit on the turn that it is given."""
@@ -344,7 +345,7 @@ class Session:
         now = self._loop.time()
         turn.began_at = turn.began_at or now
         turn.heard_at = now
-        turn.became(TurnEvent.HANDED_OVER)
+        turn.state = TURN[turn.state][TurnEvent.HANDED_OVER]
         self.slot.hand_over(turn)
         self._deadlines.watch(turn)
 
@@ -361,7 +362,6 @@ class Session:
         turn.heard_at = self._loop.time()
         match frame:
             case wire.TurnDone():
-                self.metadata.turn_done(frame)
                 self._settle(turn, self._done(turn, frame))
                 return True
             case wire.TurnFailed():
@@ -390,6 +390,7 @@ class Session:
         return True
 
     def _done(self, turn: ActiveTurn, done: wire.TurnDone) -> Reply | HermesPoolError:
+        self.metadata.turn_done(done)
         if done.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
             return turn.ending
         notices = [notice for notice in (self._notice, done.notice) if notice is not None]
@@ -400,7 +401,8 @@ class Session:
     def _completed(self, turn: ActiveTurn) -> None:
         self.slot.restart_budget.note_completed()
         self.quarantine.note_completed(turn.text)
-        self.metadata.turn_completed()
+        self.metadata.turns += 1
+        self.metadata.last_error = None
 
     def _reply(
         self,
@@ -459,12 +461,7 @@ class Session:
     def _release(self) -> None:
         """Let the next message in."""
         self._lock.release()
-        self._announce()
-
-    def _announce(self) -> None:
-        """Tell who waits for the pool to come to rest, if anybody does."""
-        if (news := self._services.admission.news) is not None:
-            news.set()
+        self._services.admission.news.set()
 
     # --- over a limit ---
 
@@ -492,7 +489,7 @@ class Session:
             self.metadata.save_soon()
             return
         if turn.state is TurnState.RECOVERING:  # its new worker had opened and done nothing else: the recovery will see
-            turn.became(TurnEvent.WORKER_DIED)
+            turn.state = TURN[turn.state][TurnEvent.WORKER_DIED]
             turn.deaths += 1
             return
         if turn.ending is None:
@@ -501,7 +498,7 @@ class Session:
                 self.quarantine.note_death(turn.text)
         decision = recovery.after_death(self._facts(turn))
         if decision is Decision.REPLACE:
-            turn.became(TurnEvent.WORKER_DIED)
+            turn.state = TURN[turn.state][TurnEvent.WORKER_DIED]
             self._services.in_background(self._recover(turn, report))
         elif decision is Decision.END:
             if isinstance(turn.ending, TurnTimeoutError):
@@ -562,7 +559,3 @@ class Session:
                 return None
             case _:
                 return died_with(turn, self.slot.unreplaced or report, decision)
-
-    @property
-    def _id(self) -> str:
-        return self.key.conversation_id

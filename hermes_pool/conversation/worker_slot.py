@@ -220,7 +220,7 @@ class WorkerSlot:
         if self.state is WorkerState.BUSY or self.state is WorkerState.STOPPING:
             self.became(WorkerEvent.TURN_ENDED)
         if self.connection is None:
-            self._services.admission.changed(self.occupant)  # which has kept its permit for the turn
+            self._services.admission.changed(self.occupant, self.state)  # it has kept its permit for the turn
         elif turn is not None and turn.lags:
             self.connection.resume_reading()
 
@@ -358,7 +358,7 @@ class WorkerSlot:
         self._log.info("background_finished", job_id=frame.job_id, job=name)
         self._tell_host(frame)
         if not jobs.names and self.state is WorkerState.IDLE:
-            self._services.admission.changed(self.occupant)  # who needs room may have its worker now
+            self._services.admission.changed(self.occupant, self.state)  # who needs room may have its worker now
             if self.retiring is not None:
                 self._services.in_background(self.occupant.hibernate(0.0, reason=self.retiring))
         return True
@@ -425,7 +425,7 @@ class WorkerSlot:
                 self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
         elif self._logs_changes:
             self._log.info(event.value, state=self.state.value, before=before.value, **facts)
-        self._services.admission.changed(self.occupant)
+        self._services.admission.changed(self.occupant, self.state)
 
 
 async def _sweep_up(marker: str, sampler: Sampler, worker: ProcessIdentity | None) -> None:

@@ -195,7 +195,8 @@ class WorkerConnection:
         """Give it a turn. Unasked frames are counted anew from here on, unless there were too many already."""
         if self._unasked < UNASKED_MAX:
             self._unasked = 0
-        self.send(turn)
+        if self.process is not None:  # as ``send``, with one call less on the path of every turn
+            self.process.write(self._encoder.encode(turn))
 
     def ask(self) -> None:
         """Ask for a sign of life, unless it owes one already. Whatever it sends next is one."""

@@ -158,9 +158,9 @@ class Admission:
     """How long permits of the full pool were busy lately, from a turn's begin to its end."""
     _clock: Callable[[], float] = field(default=time.monotonic, init=False)
     """The loop's, as soon as there is one."""
-    news: asyncio.Event | None = field(default=None, init=False)
-    """Set at every change, while somebody waits for the pool to come to rest: by ``changed``, and by sessions whose
-    messages stop waiting or whose turns settle."""
+    news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set at every change that may bring the pool to rest: here, and by sessions when a message stops waiting or the
+    conversation is free again. Whoever waits for that clears it."""
 
     def __post_init__(self) -> None:
         """Begin with the limit of the settings; it may change, they may not."""
@@ -210,12 +210,11 @@ class Admission:
         finally:
             overtime.cancel()
 
-    def changed(self, session: Occupant) -> None:
+    def changed(self, session: Occupant, state: WorkerState) -> None:
         """Learn of a session's change of state, or that its turn has settled without a worker.
 
         Called twice in each turn, mostly with nothing to do.
         """
-        state = session.state
         if state is WorkerState.BUSY or state is WorkerState.IDLE:
             if len(self._permits) >= self._limit or self._begun:
                 self._note(session, state)
@@ -226,8 +225,7 @@ class Admission:
             permit = self._permits.get(session)
             if permit is not None and (not session.in_turn or self.state is PoolState.CLOSED):
                 self._free(session, permit)
-        if self.news is not None:
-            self.news.set()
+        self.news.set()
 
     def _note(self, session: Occupant, state: WorkerState) -> None:
         """Measure starts, and in a full pool turns; have a session go that became idle where it is one too many."""
@@ -450,8 +448,7 @@ class Admission:
             self._clock = asyncio.get_running_loop().time
         self.state = state
         self.log.info("pool_state", state=state.value, before=before.value)
-        if self.news is not None:
-            self.news.set()
+        self.news.set()
         if state is not PoolState.PAUSED:
             held, self._held = self._held, []
             for each in held:
@@ -488,10 +485,10 @@ class Admission:
             return Drained(max(0, before - cut), 0)
         self.become(PoolState.DRAINED)
         while self._is(PoolState.DRAINED) and (busy := [each for each in self.sessions() if _unanswered(each)]):
-            news = self._news()
+            self.news.clear()
             await asyncio.wait({self.in_background(session.stop("the pool was drained")) for session in busy})
             if self._is(PoolState.DRAINED) and self._unanswered():
-                await news.wait()  # some message was between two states
+                await self.news.wait()  # some message was between two states
         return Drained(max(0, before - cut), cut)
 
     def resize(self, workers_max: int) -> None:
@@ -509,14 +506,9 @@ class Admission:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 while self._is(state) and count():
-                    await self._news().wait()
+                    self.news.clear()
+                    await self.news.wait()
         return self._is(state)
-
-    def _news(self) -> asyncio.Event:
-        """Return an event that is set at the next change."""
-        if self.news is None or self.news.is_set():
-            self.news = asyncio.Event()
-        return self.news
 
     def _is(self, state: PoolState) -> bool:
         return self.state is state  # a function, since it changes while others wait
