@@ -54,7 +54,9 @@ class MessageTooLargeError(InvalidMessageError):
 
 
 class MessageQuarantinedError(HermesPoolError):
-    """The very same message has ended too many workers (``quarantine_after``); it was not sent. Any other one works.
+    """The very same message has ended too many workers (``restarts.quarantine_after``); it was not sent.
+
+    Any other one works.
 
     ``fingerprint`` is its name, by which it can be released, and ``deaths`` the number of workers that died of it.
     """
@@ -74,7 +76,7 @@ class PoolDrainingError(PoolClosedError):
 
 
 class PoolPausedError(HermesPoolError):
-    """The pool is paused, and was not resumed within ``wait_timeout_s`` (with ``busy="reject"``: at once)."""
+    """The pool is paused, and was not resumed within ``timeouts.wait_s`` (with ``busy="reject"``: at once)."""
 
     retryable = True
 
@@ -151,7 +153,7 @@ class NoCapacityError(WorkerStartError):
 
 
 class WorkerStartTimeoutError(WorkerStartError):
-    """The worker was not ready within ``start_timeout_s``."""
+    """The worker was not ready within ``timeouts.start_s``."""
 
 
 class PoolUnavailableError(WorkerStartError):
@@ -245,7 +247,7 @@ class TurnInterruptedError(WorkerCrashedError):
 
 
 class TurnTimeoutError(TurnError):
-    """The turn ran too long. ``limit`` is the setting that ended it: ``turn_timeout_s`` or ``progress_timeout_s``.
+    """The turn ran too long. ``limit`` is the setting that ended it: ``timeouts.turn_s`` or ``timeouts.progress_s``.
 
     ``verdict`` is what its worker was judged to be doing, and ``stacks`` are the Python stacks of the worker's threads,
     where it did not obey the cancel and had to be killed.

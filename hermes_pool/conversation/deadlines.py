@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from hermes_pool.conversation.turn import Turn
-from hermes_pool.settings import PoolSettings
+from hermes_pool.settings import Timeouts
 
 
 class TurnDeadlines:
@@ -17,9 +17,8 @@ class TurnDeadlines:
     The timer is not set anew for every frame, nor for every turn: when it rings, it looks how late it really is.
     """
 
-    def __init__(self, settings: PoolSettings, on_limit: Callable[[Turn, str, float], None]) -> None:
-        self._turn_timeout_s = settings.turn_timeout_s
-        self._progress_timeout_s = settings.progress_timeout_s
+    def __init__(self, timeouts: Timeouts, on_limit: Callable[[Turn, str, float], None]) -> None:
+        self._timeouts = timeouts
         self._on_limit = on_limit
         self._loop = asyncio.get_running_loop()
         self._turn: Turn | None = None
@@ -43,7 +42,7 @@ class TurnDeadlines:
             self._timer = None
 
     def _ring_at(self, turn: Turn) -> None:
-        at = min(turn.began_at + self._turn_timeout_s, turn.heard_at + self._progress_timeout_s)
+        at = min(turn.began_at + self._timeouts.turn_s, turn.heard_at + self._timeouts.progress_s)
         self._timer = self._loop.call_at(at, self._ring)
 
     def _ring(self) -> None:
@@ -54,9 +53,9 @@ class TurnDeadlines:
             return
         if turn.lags or turn.tools_open or any(until > now for until in turn.questions_open.values()):
             turn.heard_at = now
-        if now >= turn.began_at + self._turn_timeout_s:
-            self._on_limit(turn, "turn_timeout_s", self._turn_timeout_s)
-        elif now >= turn.heard_at + self._progress_timeout_s:
-            self._on_limit(turn, "progress_timeout_s", self._progress_timeout_s)
+        if now >= turn.began_at + self._timeouts.turn_s:
+            self._on_limit(turn, "timeouts.turn_s", self._timeouts.turn_s)
+        elif now >= turn.heard_at + self._timeouts.progress_s:
+            self._on_limit(turn, "timeouts.progress_s", self._timeouts.progress_s)
         else:
             self._ring_at(turn)

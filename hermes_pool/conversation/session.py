@@ -66,12 +66,12 @@ class Session:
             changed=lambda: services.save_soon(self),
         )
         self.slot = WorkerSlot(self, self.metadata, services, self._log)
-        self.quarantine = Quarantine(services.settings, conversation_id=self._id)
+        self.quarantine = Quarantine(services.settings.restarts, conversation_id=self._id)
         self._lock = asyncio.Lock()
         self._turn: Turn | None = None
         self._idle_since = self._loop.time()
-        self._background = Background(services.settings.background_timeout_s, self._loop.time)
-        self._deadlines = TurnDeadlines(services.settings, self._over_limit)
+        self._background = Background(services.settings.timeouts.background_s, self._loop.time)
+        self._deadlines = TurnDeadlines(services.settings.timeouts, self._over_limit)
         self._notice: str | None = None
         self._given_up: wire.Turn | None = None
         """The last turn, where it ended without a reply and its worker can no more take it out of the history."""
@@ -90,7 +90,6 @@ class Session:
             self,
             self._services.new_turn_id(),
             text,
-            events_waiting_max=self._settings.events_waiting_max,
             streams=streams,
         )
 
@@ -107,7 +106,7 @@ class Session:
     def idle_s(self) -> float | None:
         """Seconds since the worker has nothing to do; ``None`` when it has, or when there is no worker.
 
-        Work in the background is something to do, for ``background_timeout_s``: so not even where room is needed a
+        Work in the background is something to do, for ``timeouts.background_s``: so not even where room is needed a
         worker goes that has any. What only shows as a process is looked for when the worker is about to go.
         """
         if not self.is_resting or self.works_on:
@@ -157,7 +156,7 @@ class Session:
         It is a claim and no check: the lock is held throughout, the idleness is looked at again under it, and a message
         that comes in the meantime either prevents it or waits and starts afresh. Where ``room_is_needed``, a session
         that can never be stored goes as well: what it knows stays in memory. Work in the background keeps it either
-        way, until ``background_timeout_s`` is over; then that is abandoned, and ``last_error`` says so.
+        way, until ``timeouts.background_s`` is over; then that is abandoned, and ``last_error`` says so.
         """
         if self._lock.locked():
             return False
@@ -171,7 +170,7 @@ class Session:
                 self._idle_since = self._loop.time()
                 return False
             if left:
-                self.metadata.last_error = f"work in the background was abandoned (background_timeout_s): {told(left)}"
+                self.metadata.last_error = f"work in the background was abandoned (timeouts.background_s): {told(left)}"
             if not await self.metadata.save("dormant") and not (room_is_needed and self.metadata.never_storable):
                 self.metadata.last_error = error_before
                 return False  # never killed before it is saved; the next sweep tries again
@@ -188,7 +187,7 @@ class Session:
 
     async def _work_left(self) -> tuple[str, ...]:
         """Return the names of what the agent has not finished: its open jobs; if it told of none, its processes."""
-        if self._background.names or not self._settings.background_timeout_s:
+        if self._background.names or not self._settings.timeouts.background_s:
             return self._background.names
         return await self.slot.processes_left()
 
@@ -310,13 +309,16 @@ class Session:
             raise
 
     def cancel(self, turn: Turn, ending: HermesPoolError | Literal["cancelled"] = "cancelled") -> None:
-        """End the turn soon: ask its worker, and after ``close_grace_s`` replace it. No-op for a turn that is over."""
+        """End the turn soon: ask its worker, and after ``timeouts.close_grace_s`` replace it.
+
+        No-op for a turn that is over.
+        """
         if turn.outcome is not None or turn.ending is not None:
             return
         turn.ending = ending
         if turn is self._turn and self.state is State.BUSY and self.slot.connection is not None:
             self.slot.connection.send(wire.Cancel(turn.turn_id, turn.attempt))
-            self._loop.call_later(self._settings.close_grace_s, self._force, turn)
+            self._loop.call_later(self._settings.timeouts.close_grace_s, self._force, turn)
 
     def answer(self, turn: Turn, question_id: str, text: str) -> None:
         """Pass an answer on to the worker."""
@@ -337,17 +339,17 @@ class Session:
         settings = self._settings
         if settings.busy == "reject":
             raise ConversationBusyError("another message is being answered", conversation_id=self._id)
-        if self.waiting >= settings.turns_waiting_max:
+        if self.waiting >= settings.queues.turns_max:
             raise ConversationBusyError(
-                f"{self.waiting} messages wait in line already (turns_waiting_max)", conversation_id=self._id
+                f"{self.waiting} messages wait in line already (queues.turns_max)", conversation_id=self._id
             )
         self.waiting += 1
         try:
-            async with asyncio.timeout(settings.wait_timeout_s):
+            async with asyncio.timeout(settings.timeouts.wait_s):
                 await self._lock.acquire()
         except TimeoutError:
             raise ConversationBusyError(
-                f"the messages before took longer than {settings.wait_timeout_s:g} s (wait_timeout_s)",
+                f"the messages before took longer than {settings.timeouts.wait_s:g} s (timeouts.wait_s)",
                 conversation_id=self._id,
             ) from None
         finally:
@@ -415,7 +417,7 @@ class Session:
         turn.deaths += 1
         turn.tools_open.clear()
         turn.questions_open.clear()
-        if turn.deaths > self._settings.restarts_max:
+        if turn.deaths > self._settings.restarts.replacements_per_turn_max:
             self.metadata.status = "failed"
             self._settle(turn, self._crashed(turn, report))
             return
@@ -599,7 +601,7 @@ class Session:
 
     def _over_limit(self, turn: Turn, limit: str, seconds: float) -> None:
         self._log.warning("turn_timed_out", turn_id=turn.turn_id, limit=limit)
-        what = "no reply" if limit == "turn_timeout_s" else "no sign of progress"
+        what = "no reply" if limit == "timeouts.turn_s" else "no sign of progress"
         diagnosis = self.slot.diagnosis
         verdict = None if diagnosis is None else f"{diagnosis.verdict}: {diagnosis.reason}"
         said = f"{what} for {seconds:g} s ({limit})" + (f"; its worker was {verdict}" if verdict else "")

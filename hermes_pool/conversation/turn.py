@@ -17,6 +17,8 @@ from hermes_pool_worker import wire
 
 CALLS_KEPT = 1000
 """How many tool calls and open questions of one turn are remembered. One that has more attacks, or is out of hand."""
+EVENTS_WAITING_MAX = 1024
+"""Events of a turn that may wait for a slow consumer; beyond, its worker is no longer read and so slowed down."""
 EVENT_BYTES_WAITING_MAX = 4 * 1024 * 1024
 """What the events of a turn that wait for a slow consumer may hold, about; beyond, its worker is no longer read."""
 
@@ -75,14 +77,12 @@ class Turn:
     """
 
     __slots__ = (
-        "_bytes_waiting", "_events", "_events_waiting_max", "_host", "_waiters", "attempt", "began_at", "deaths",
+        "_bytes_waiting", "_events", "_host", "_waiters", "attempt", "began_at", "deaths",
         "ending", "heard_at", "lags", "last_event", "outcome", "questions_open", "streams", "text", "tools_open",
         "tools_started", "turn_id",
     )  # fmt: skip
 
-    def __init__(
-        self, host: TurnHost, turn_id: str, text: str, *, events_waiting_max: int, streams: bool = True
-    ) -> None:
+    def __init__(self, host: TurnHost, turn_id: str, text: str, *, streams: bool = True) -> None:
         self.turn_id = turn_id
         self.text = text
         self.streams = streams
@@ -104,7 +104,6 @@ class Turn:
         """How it ended; ``None`` before."""
         self._host = host
         self._events: deque[wire.Event] | None = deque() if streams else None
-        self._events_waiting_max = events_waiting_max
         self._bytes_waiting = 0
         self._waiters: tuple[asyncio.Future[None], ...] = ()
         self.lags = False
@@ -179,7 +178,7 @@ class Turn:
             return
         events.append(event)
         self._bytes_waiting += len(event.text) if type(event) is wire.TextDelta else _size(event)
-        if len(events) >= self._events_waiting_max or self._bytes_waiting >= EVENT_BYTES_WAITING_MAX:
+        if len(events) >= EVENTS_WAITING_MAX or self._bytes_waiting >= EVENT_BYTES_WAITING_MAX:
             self.lags = True
         if self._waiters:
             self._wake()
@@ -206,10 +205,7 @@ class Turn:
     def _consumed(self) -> None:
         if self.lags and (
             self._events is None
-            or (
-                len(self._events) <= self._events_waiting_max // 2
-                and self._bytes_waiting <= EVENT_BYTES_WAITING_MAX // 2
-            )
+            or (len(self._events) <= EVENTS_WAITING_MAX // 2 and self._bytes_waiting <= EVENT_BYTES_WAITING_MAX // 2)
         ):
             self.lags = False
             self._host.drained(self)

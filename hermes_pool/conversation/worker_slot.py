@@ -104,7 +104,9 @@ class WorkerSlot:
         self.unreplaced: DeathReport | None = None
         """The death of the last worker that nobody wanted, until another one has taken over."""
         self._id = tenant.key.conversation_id
-        self.restart_budget = RestartBudget(services.settings, monotonic, random.random, conversation_id=self._id)
+        self.restart_budget = RestartBudget(
+            services.settings.restarts, monotonic, random.random, conversation_id=self._id
+        )
         self._tenant = tenant
         self._metadata = metadata
         self._services = services
@@ -254,7 +256,9 @@ class WorkerSlot:
             return None
         self.became(Event.STOP_BEGUN, reason=reason)
         settings = self._services.settings
-        stopping = self._services.in_background(connection.stop(settings.close_grace_s, settings.term_grace_s))
+        stopping = self._services.in_background(
+            connection.stop(settings.timeouts.close_grace_s, settings.timeouts.term_grace_s)
+        )
         await asyncio.wait({stopping})  # whoever gives up waiting does not give up the stop
         stopped: Stopped = stopping.result()
         self._log.info("stopped", how=stopped.how, strays=stopped.strays, left=stopped.left)
@@ -268,7 +272,7 @@ class WorkerSlot:
         self.became(Event.STOP_BEGUN, reason="the turn did not end when it was cancelled")
         stacks = () if connection.is_frozen() else await connection.take_stacks()
         self._services.in_background(
-            connection.kill("did not obey a cancel", term_grace_s=self._services.settings.term_grace_s)
+            connection.kill("did not obey a cancel", term_grace_s=self._services.settings.timeouts.term_grace_s)
         )
         return stacks
 
