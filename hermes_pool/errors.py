@@ -95,7 +95,7 @@ class MessageTooLargeError(InvalidMessageError):
 
 
 class MessageQuarantinedError(HermesPoolError):
-    """The very same message has ended too many workers (``quarantine_after``). Any other one works.
+    """The very same message has ended too many workers (``restarts.quarantine_after``). Any other one works.
 
     ``fingerprint`` is its name, by which it can be released, and ``deaths`` the number of workers that died of it.
     """
@@ -132,7 +132,7 @@ class PoolDrainingError(PoolClosedError):
 
 
 class PoolPausedError(HermesPoolError):
-    """The pool is paused, and was not resumed within ``wait_timeout_s`` (with ``busy="reject"``: at once)."""
+    """The pool is paused, and was not resumed within ``timeouts.wait_s`` (with ``busy="reject"``: at once)."""
 
     code = "pool_paused"
     http_status = 503
@@ -224,7 +224,7 @@ class NoCapacityError(WorkerStartError):
 
 
 class WorkerStartTimeoutError(WorkerStartError):
-    """The worker was not ready within ``start_timeout_s``."""
+    """The worker was not ready within ``timeouts.start_s``."""
 
     code = "worker_start_timeout"
 
@@ -342,7 +342,7 @@ class TurnInterruptedError(WorkerDiedError):
 
 
 class TurnTimeoutError(TurnError):
-    """The turn ran too long. ``limit`` is the setting that ended it: ``turn_timeout_s`` or ``progress_timeout_s``.
+    """The turn ran too long. ``limit`` is the setting that ended it: ``timeouts.turn_s`` or ``timeouts.progress_s``.
 
     ``verdict`` is what its worker was judged to be doing, and ``stacks`` are the Python stacks of the worker's threads,
     where it did not obey the cancel and had to be killed.

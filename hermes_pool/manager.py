@@ -42,6 +42,13 @@ REPORTS_KEPT = 64
 """How many reports of deaths are kept in memory."""
 SESSIONS_KEPT = 1024
 """How many sessions without a worker stay in memory, for ``ps``. What they know is in the store."""
+SWEEP_EVERY_S_MAX = 10.0
+"""The longest time between two looks for idle workers, and between two tries to save what could not be saved."""
+
+
+def sweep_every_s(idle_s: float) -> float:
+    """Return how often to look for idle workers, in seconds, so that none stays much longer than ``idle_s``."""
+    return min(SWEEP_EVERY_S_MAX, idle_s / 4)
 
 
 class HermesSessionManager:
@@ -237,7 +244,7 @@ class HermesSessionManager:
         return replace(seen, starts=self._services.factory.breaker.snapshot())
 
     async def pause(self, deadline_s: float = 0.0) -> int:
-        """Begin no more turns: messages wait, up to ``wait_timeout_s``, until ``resume``. Turns that run go on.
+        """Begin no more turns: messages wait, up to ``timeouts.wait_s``, until ``resume``. Turns that run go on.
 
         Waits up to ``deadline_s`` seconds for those, and returns how many still run: after 0, Hermes can be upgraded,
         say. Nothing is ever cancelled by it. ``PoolClosedError``, and ``PoolDrainingError`` in a pool that is drained.
@@ -294,7 +301,8 @@ class HermesSessionManager:
         """Let a quarantined message in again, by the fingerprint that its ``MessageQuarantinedError`` has.
 
         Return whether it was known: fingerprints are of one supervisor, and gone with it. The deaths that it has caused
-        are forgotten, so that it may end ``quarantine_after`` workers again. ``InvalidKeyError``, ``PoolClosedError``.
+        are forgotten, so that it may end ``restarts.quarantine_after`` workers again. ``InvalidKeyError``,
+        ``PoolClosedError``.
         """
         self._refuse_unless_open()
         session = self._sessions.get(_key(conversation))
@@ -353,16 +361,16 @@ class HermesSessionManager:
     async def _sweep(self) -> None:
         """Let idle sessions go, and try again what could not be saved."""
         while True:
-            await asyncio.sleep(self.settings.idle_sweep_s)
+            await asyncio.sleep(sweep_every_s(self.settings.timeouts.idle_s))
             self._services.factory.spares.refill()
             self._admission.tidy()
             idle = [
                 session
                 for session in self._sessions.values()
-                if (idle_s := session.idle_s()) is not None and idle_s >= self.settings.idle_timeout_s
+                if (idle_s := session.idle_s()) is not None and idle_s >= self.settings.timeouts.idle_s
             ]
             results = await asyncio.gather(
-                *(session.hibernate(self.settings.idle_timeout_s) for session in idle),
+                *(session.hibernate(self.settings.timeouts.idle_s) for session in idle),
                 *(session.metadata.save() for session in list(self._sessions.values()) if session.metadata.unsaved),
                 return_exceptions=True,  # what fails for one must not end the sweeps of all
             )
@@ -414,7 +422,7 @@ def _own_store(settings: PoolSettings) -> "ConversationStore":
     # SQLAlchemy takes longer to import than all else together, and not everybody who imports this opens a pool.
     from hermes_pool.storage.store import ConversationStore  # noqa: PLC0415
 
-    return ConversationStore.from_url(settings.store_url, settings.database_timeout_s)
+    return ConversationStore.from_url(settings.store_url, settings.timeouts.database_s)
 
 
 def _turns(count: int) -> str:

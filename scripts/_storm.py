@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings
+from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings, RestartPolicy, StartPolicy
 
 AGENT = '''
 import os
@@ -61,9 +61,8 @@ class Agent(EchoAgent):
 '''
 
 UNBOUNDED: dict[str, Any] = {
-    "quarantine_after": 0,
-    "restarts_in_window_max": 1_000_000,
-    "start_failures_max": 1_000_000,
+    "restarts": RestartPolicy(quarantine_after=0, deaths_in_window_max=1_000_000),
+    "starts": StartPolicy(failures_max=1_000_000),
 }
 """No breaker shall stand between a kill and its outcome."""
 

@@ -92,7 +92,7 @@ def stored_sessions(settings: PoolSettings) -> list[SessionSnapshot]:
     from hermes_pool.system import processes  # noqa: PLC0415
 
     async def read() -> list[tuple[SessionKey, SessionRecord]]:
-        database = ConversationStore.from_url(url, min(settings.database_timeout_s, STORE_TIMEOUT_S))
+        database = ConversationStore.from_url(url, min(settings.timeouts.database_s, STORE_TIMEOUT_S))
         try:
             return list(await database.records())
         finally:

@@ -73,7 +73,7 @@ class Session:
             on_ready=self._worker_ready,
             on_death=self._worker_died,
         )
-        self.quarantine = Quarantine(services.settings.restarts.quarantine_after, conversation_id=self._id)
+        self.quarantine = Quarantine(services.settings.restarts, conversation_id=self._id)
         self._lock = asyncio.Lock()
         self._deadlines = TurnDeadlines(services.settings.timeouts, self._over_limit)
         self._notice: str | None = None

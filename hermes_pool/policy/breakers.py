@@ -19,7 +19,7 @@ from hermes_pool.errors import (
     WorkerStartError,
     WorkerUnusableError,
 )
-from hermes_pool.settings import PoolSettings
+from hermes_pool.settings import BACKOFF_MAX_S, PROBE_MAX_S, RestartPolicy, StartPolicy
 from hermes_pool.snapshot import BreakerSnapshot, BreakerState
 
 _DOUBLINGS_MAX = 60
@@ -39,10 +39,10 @@ def backoff_s(first_s: float, most_s: float, times_before: int, random: Callable
 
 
 class RestartBudget:
-    """How often the workers of one session may die (``restarts_in_window_max`` in ``restarts_window_s``).
+    """How often the workers of one session may die (``deaths_in_window_max`` in ``window_s``).
 
     The death that is one too many begins a back-off: no worker is started in it, and a message that needs one is
-    refused. It lasts ``restart_backoff_s``, and twice as long each further time, up to ``restart_backoff_max_s``. Then
+    refused. It lasts ``backoff_s``, and twice as long each further time, up to ``BACKOFF_MAX_S``. Then
     it is half open until a turn is completed, which refills everything, or a worker dies, which begins the next
     back-off. Time alone makes no back-off shorter. Nobody counts who is let in half open: a conversation has one turn
     at a time. So a try that shows nothing (it was cancelled, say) needs no word, and the next one is let in.
@@ -50,17 +50,17 @@ class RestartBudget:
 
     def __init__(
         self,
-        settings: PoolSettings,
+        policy: RestartPolicy,
         clock: Callable[[], float],
         random: Callable[[], float],
         *,
         conversation_id: str | None = None,
     ) -> None:
-        self._settings = settings
+        self._policy = policy
         self._clock = clock
         self._random = random
         self._conversation_id = conversation_id
-        self._deaths: deque[float] = deque(maxlen=settings.restarts_in_window_max + 1)
+        self._deaths: deque[float] = deque(maxlen=policy.deaths_in_window_max + 1)
         self._backoffs = 0
         self._retry_at: float | None = None
         """When the back-off ends; set until a turn is completed."""
@@ -88,11 +88,9 @@ class RestartBudget:
         state, now = self.state, self._clock()
         self._deaths.append(now)
         self._forget_old()
-        too_many = len(self._deaths) > self._settings.restarts_in_window_max
+        too_many = len(self._deaths) > self._policy.deaths_in_window_max
         if state is BreakerState.HALF_OPEN or (state is BreakerState.CLOSED and too_many):
-            settings = self._settings
-            first_s, most_s = settings.restart_backoff_s, settings.restart_backoff_max_s
-            self._retry_at = now + backoff_s(first_s, most_s, self._backoffs, self._random)
+            self._retry_at = now + backoff_s(self._policy.backoff_s, BACKOFF_MAX_S, self._backoffs, self._random)
             self._backoffs += 1
 
     def note_completed(self) -> None:
@@ -112,7 +110,7 @@ class RestartBudget:
         return BreakerSnapshot(
             state=self.state.value,
             failures=len(self._deaths),
-            failures_max=self._settings.restarts_in_window_max,
+            failures_max=self._policy.deaths_in_window_max,
             retry_after_s=self._retry_after_s(),
         )
 
@@ -123,7 +121,7 @@ class RestartBudget:
         return left_s if left_s > 0 else None
 
     def _forget_old(self) -> None:
-        oldest = self._clock() - self._settings.restarts_window_s
+        oldest = self._clock() - self._policy.window_s
         while self._deaths and self._deaths[0] <= oldest:
             self._deaths.popleft()
 
@@ -151,9 +149,9 @@ class _Failure:
 class StartBreaker:
     """Refuses starts at once while no worker can be started; one for a pool.
 
-    It opens after ``start_failures_max`` failed starts in a row, and at once for a ``WorkerUnusableError``. After
-    ``start_probe_s`` one start is let in as a probe while the others are still refused; each probe that fails doubles
-    the wait, up to ``start_probe_max_s``. The success of any start closes it.
+    It opens after ``failures_max`` failed starts in a row, and at once for a ``WorkerUnusableError``. After
+    ``probe_s`` one start is let in as a probe while the others are still refused; each probe that fails doubles
+    the wait, up to ``PROBE_MAX_S``. The success of any start closes it.
 
     ``look`` returns what starts depend on as far as it can be seen at little cost (files and the like, compared with
     ``==``): when that is not what the failed start began with, somebody has mended something and the probe is let in at
@@ -167,15 +165,18 @@ class StartBreaker:
 
     def __init__(
         self,
-        settings: PoolSettings,
+        policy: StartPolicy,
         clock: Callable[[], float],
         random: Callable[[], float],
         look: Callable[[], object] = lambda: None,
+        *,
+        start_timeout_s: float,
     ) -> None:
-        self._settings = settings
+        self._policy = policy
         self._clock = clock
         self._random = random
         self._look = look
+        self._start_timeout_s = start_timeout_s
         self._failures = 0
         self._suspects: set[str | None] = set()
         """The conversations that the failures in a row are of. More than two need not be told apart."""
@@ -236,7 +237,7 @@ class StartBreaker:
         return BreakerSnapshot(
             state=self.state.value,
             failures=self._failures,
-            failures_max=self._settings.start_failures_max,
+            failures_max=self._policy.failures_max,
             retry_after_s=None if failure is None else self._retry_after_s() or None,
             last_error=None if failure is None else self._whom(failure) + failure.what,
         )
@@ -280,19 +281,18 @@ class StartBreaker:
             self._probes_failed += 1
             self._open(failure)
         elif self._opened_by is None:
-            if failure.unusable or self._failures >= self._settings.start_failures_max:
+            if failure.unusable or self._failures >= self._policy.failures_max:
                 self._open(failure)
         elif failure.unusable:  # it had begun before the breaker opened, and knows better why
             self._opened_by = failure
 
     def _open(self, failure: _Failure) -> None:
-        first_s, most_s = self._settings.start_probe_s, self._settings.start_probe_max_s
         self._opened_by = failure
-        self._probe_at = self._clock() + backoff_s(first_s, most_s, self._probes_failed, self._random)
+        self._probe_at = self._clock() + backoff_s(self._policy.probe_s, PROBE_MAX_S, self._probes_failed, self._random)
 
     def _retry_after_s(self) -> float:
         if self._probe is not None:  # it may end at any moment; nobody gains by asking all the time
-            return min(self._settings.start_probe_s, self._settings.start_timeout_s)
+            return min(self._policy.probe_s, self._start_timeout_s)
         return max(0.0, self._probe_at - self._clock())
 
     def _refusal(self, failure: _Failure, conversation_id: str | None) -> PoolUnavailableError:

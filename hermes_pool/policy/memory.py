@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Generic, TypeVar
 
+from hermes_pool.settings import MemoryLimits
+
 K = TypeVar("K")
 
 AGE_JITTER: Final = 0.1
 """A worker's own limit of age lies this much around ``worker_age_max_s``, so that those started together do not all
 leave together."""
 WARN_AGAIN_BELOW: Final = 0.9
-"""A worker is warned of again only after it has been below this share of ``memory_warn_bytes``."""
+"""A worker is warned of again only after it has been below this share of ``memory.warn_bytes``."""
+TOTAL_LOW: Final = 0.9
+"""Above ``memory.total_bytes``, idle workers go until the rest is below this share of it."""
 
 
 class Activity(StrEnum):
@@ -46,19 +50,7 @@ class Mode(StrEnum):
 
     CALM = "calm"
     SHEDDING = "shedding"
-    """It was above ``memory_total_bytes`` and is not yet below the lower mark."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryLimits:
-    """The settings of the same names; ``None`` is "no limit"."""
-
-    memory_warn_bytes: int | None = None
-    memory_recycle_bytes: int | None = None
-    memory_kill_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    memory_total_low: float = 0.9
-    worker_age_max_s: float | None = None
+    """It was above ``memory.total_bytes`` and is not yet below the lower mark."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +92,9 @@ class Plan(Generic[K]):
 class MemoryPolicy(Generic[K]):
     """Decides, look by look, for one pool."""
 
-    def __init__(self, limits: MemoryLimits) -> None:
+    def __init__(self, limits: MemoryLimits, worker_age_max_s: float | None = None) -> None:
         self.limits = limits
+        self._worker_age_max_s = worker_age_max_s
         self.mode = Mode.CALM
         self._warned: set[K] = set()
 
@@ -113,9 +106,9 @@ class MemoryPolicy(Generic[K]):
         measure. A total is exceeded by resident memory alone all the time, so for that it always matters.
         """
         limits = self.limits
-        if limits.memory_total_bytes is not None:
+        if limits.total_bytes is not None:
             return 0
-        each = (limits.memory_warn_bytes, limits.memory_recycle_bytes, limits.memory_kill_bytes)
+        each = (limits.warn_bytes, limits.recycle_bytes, limits.kill_bytes)
         return min((limit for limit in each if limit is not None), default=None)
 
     def decide(self, workers: Sequence[Usage[K]], value: Callable[[K], float]) -> Plan[K]:
@@ -136,10 +129,10 @@ class MemoryPolicy(Generic[K]):
     def _decide(self, usage: Usage[K]) -> Decided:
         limits, used = self.limits, usage.measured_bytes
         if used is not None:
-            if limits.memory_kill_bytes is not None and used > limits.memory_kill_bytes:
-                return Decided(Action.KILL, _uses(used, "memory_kill_bytes", limits.memory_kill_bytes))
-            if limits.memory_recycle_bytes is not None and used > limits.memory_recycle_bytes:
-                return Decided(_recycle(usage), _uses(used, "memory_recycle_bytes", limits.memory_recycle_bytes))
+            if limits.kill_bytes is not None and used > limits.kill_bytes:
+                return Decided(Action.KILL, _uses(used, "memory.kill_bytes", limits.kill_bytes))
+            if limits.recycle_bytes is not None and used > limits.recycle_bytes:
+                return Decided(_recycle(usage), _uses(used, "memory.recycle_bytes", limits.recycle_bytes))
         age_max_s = self.age_max_s(usage.worker)
         if age_max_s is not None and usage.age_s > age_max_s:
             return Decided(
@@ -148,22 +141,22 @@ class MemoryPolicy(Generic[K]):
         return self._warn(usage.worker, used)
 
     def _warn(self, worker: K, used: int | None) -> Decided:
-        limit = self.limits.memory_warn_bytes
+        limit = self.limits.warn_bytes
         if limit is None or used is None:
             return Decided(Action.NONE)
         if used > limit and worker not in self._warned:
             self._warned.add(worker)
-            return Decided(Action.WARN, _uses(used, "memory_warn_bytes", limit))
+            return Decided(Action.WARN, _uses(used, "memory.warn_bytes", limit))
         if used < WARN_AGAIN_BELOW * limit:
             self._warned.discard(worker)
         return Decided(Action.NONE)
 
     def age_max_s(self, worker: K) -> float | None:
         """Return a worker's own limit of age: always the same for the same one, drawn from its name."""
-        if self.limits.worker_age_max_s is None:
+        if self._worker_age_max_s is None:
             return None
         share = zlib.crc32(repr(worker).encode()) / 2**32  # from 0 to 1
-        return self.limits.worker_age_max_s * (1 + AGE_JITTER * (2 * share - 1))
+        return self._worker_age_max_s * (1 + AGE_JITTER * (2 * share - 1))
 
     def _shed(
         self, staying: list[Usage[K]], total_bytes: int, left_bytes: int, value: Callable[[K], float]
@@ -172,10 +165,10 @@ class MemoryPolicy(Generic[K]):
 
         Where too few are idle, it goes on with those that become idle at the next look.
         """
-        limit = self.limits.memory_total_bytes
+        limit = self.limits.total_bytes
         if limit is None:
             return ()
-        low = self.limits.memory_total_low * limit
+        low = TOTAL_LOW * limit
         if total_bytes > limit:
             self.mode = Mode.SHEDDING
         elif total_bytes <= low:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from hermes_pool.errors import (
     MessageQuarantinedError,
 )
-from hermes_pool.settings import PoolSettings
+from hermes_pool.settings import RestartPolicy
 from hermes_pool.snapshot import KillerSnapshot
 
 QUARANTINE_KEPT = 32
@@ -31,8 +31,8 @@ class Quarantine:
     ``quarantine_after`` of 0 refuses none. At most ``QUARANTINE_KEPT`` are remembered, in memory only.
     """
 
-    def __init__(self, settings: PoolSettings, *, conversation_id: str | None = None) -> None:
-        self._after = settings.quarantine_after
+    def __init__(self, policy: RestartPolicy, *, conversation_id: str | None = None) -> None:
+        self._after = policy.quarantine_after
         self._conversation_id = conversation_id
         self._killers: dict[str, _Killer] = {}  # by fingerprint; the one that killed last is at the end
 
@@ -43,9 +43,9 @@ class Quarantine:
             return
         deaths = self._killers[fingerprint].deaths
         raise MessageQuarantinedError(
-            f"this message has ended {deaths} worker{'' if deaths == 1 else 's'} (quarantine_after) and is not sent "
-            f"again: word it differently, or mend what they died of and release it (fingerprint {fingerprint}) with "
-            f"release() or: hermes-pool release CONVERSATION {fingerprint}",
+            f"this message has ended {deaths} worker{'' if deaths == 1 else 's'} (restarts.quarantine_after) and "
+            f"is not sent again: word it differently, or mend what they died of and release it (fingerprint "
+            f"{fingerprint}) with release() or: hermes-pool release CONVERSATION {fingerprint}",
             fingerprint=fingerprint,
             deaths=deaths,
             conversation_id=self._conversation_id,

@@ -18,7 +18,7 @@ from hermes_pool.errors import NoCapacityError, WorkerStartError, WorkerStartTim
 from hermes_pool.policy.liveness import stacks_of
 from hermes_pool.process.death import SIGKILL, Death, Family, How, Stopped, end_family
 from hermes_pool.process.launcher import Command, Exit, Launcher, WorkerProcess
-from hermes_pool.process.stderr_tail import StderrTail
+from hermes_pool.process.stderr_tail import LINES_KEPT, StderrTail
 from hermes_pool.system import processes
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
@@ -74,12 +74,11 @@ class WorkerConnection:
         listener: ConnectionListener,
         *,
         frame_bytes_max: int,
-        stderr_lines_max: int,
         on_imported: Callable[[list[str]], None],
     ) -> None:
         self.marker = marker
         self.listener = listener
-        self.stderr = StderrTail(stderr_lines_max, self._said)
+        self.stderr = StderrTail(LINES_KEPT, self._said)
         self.started_at = monotonic()
         self.steps: dict[str, float] = {}
         self.process: WorkerProcess | None = None
@@ -159,7 +158,7 @@ class WorkerConnection:
                 raise
             done = ", ".join(f"{step} took {seconds:.2f} s" for step, seconds in self.steps.items())
             raise WorkerStartTimeoutError(
-                f"the worker did not get past the step {name!r} within start_timeout_s"
+                f"the worker did not get past the step {name!r} within timeouts.start_s"
                 + (f" ({done})" if done else ""),
                 step=name,
                 stderr_tail=self.stderr.lines(),

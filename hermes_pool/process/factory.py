@@ -61,7 +61,9 @@ class WorkerFactory:
         )
         self._launcher = self._choose_launcher(log)
         self._gate = asyncio.Semaphore(LAUNCHES_PER_CPU * (os.cpu_count() or 1))
-        self.breaker = StartBreaker(settings, monotonic, random.random, self._ground)
+        self.breaker = StartBreaker(
+            settings.starts, monotonic, random.random, self._ground, start_timeout_s=settings.timeouts.start_s
+        )
         self.spares = Spares(settings.spares, self._start_spare, log)
 
     def _choose_launcher(self, log: Any) -> Launcher:
@@ -74,7 +76,7 @@ class WorkerFactory:
             self._command(**{MARKER_VARIABLE: f"{self._pool}-zygote"}),
             settings.agent_options,
             settings.state_dir / "preload",
-            settings.start_timeout_s / 2,  # so that the same start may still go the other way
+            settings.timeouts.start_s / 2,  # so that the same start may still go the other way
             log,
             lifeline=self._lifeline.inherit,
             on_widowed=self._end_session,
@@ -135,13 +137,13 @@ class WorkerFactory:
         listener: ConnectionListener,
         on_failure: Callable[[WorkerStartError], None],
     ) -> WorkerConnection:
-        """Return a worker that has opened a session, within ``start_timeout_s``: a spare, or up to two launches.
+        """Return a worker that has opened a session, within ``timeouts.start_s``: a spare, or up to two launches.
 
         ``request`` says which session; it may take its time (a database is asked), the process is started meanwhile.
         ``on_failure`` hears of each try that failed. Raises ``WorkerStartError``, ``WorkerUnusableError`` at once where
         a second try is useless, and what ``request`` raises.
         """
-        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.start_s
         asked = asyncio.ensure_future(request)
         try:
             with self.breaker.start(conversation_id):
@@ -187,7 +189,7 @@ class WorkerFactory:
 
     async def _start_spare(self, listener: ConnectionListener) -> tuple[WorkerConnection, list[str]]:
         """Return a worker that waits for a conversation, and the files that make it stale when they change."""
-        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.start_s
         connection = self._new_connection(listener)
         await self._launch(connection, deadline)
         prepared = await connection.prepare(wire.Prepare(dict(self._settings.agent_options), self._data_dir), deadline)
@@ -213,7 +215,6 @@ class WorkerFactory:
             next(self._markers),
             listener,
             frame_bytes_max=self._settings.frame_bytes_max,
-            stderr_lines_max=self._settings.stderr_lines_max,
             on_imported=self._learn,
         )
         listener.connection_begun(connection)
@@ -226,7 +227,7 @@ class WorkerFactory:
             conversation_id,
             options=dict(settings.agent_options),
             data_dir=self._data_dir,
-            question_timeout_s=settings.question_timeout_s,
+            question_timeout_s=settings.timeouts.question_s,
             **session,
         )
 

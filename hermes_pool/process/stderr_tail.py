@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Callable
 
+LINES_KEPT = 50
+"""How many are kept for error reports: a traceback of Python and what was said before it."""
 STDERR_LINES_AT_ONCE_MAX = 1000
 """Of one read, only so many lines are logged, the last: each costs the host 20 us, and the loop waits meanwhile."""
 STDERR_LINE_CHARS = 2000

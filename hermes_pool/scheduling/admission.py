@@ -182,7 +182,7 @@ class Admission:
     async def make_room(self, asking: Occupant) -> None:
         """Return when one worker more is allowed: the session has its permit from then on, until ``changed`` frees it.
 
-        Waits at most ``wait_timeout_s``, and with ``busy="reject"`` only for an idle session that goes. Raises
+        Waits at most ``timeouts.wait_s``, and with ``busy="reject"`` only for an idle session that goes. Raises
         ``PoolFullError``, ``PoolPausedError`` or ``PoolClosedError``; a cancelled caller leaves the queue at once.
         """
         if asking in self._permits:  # its worker died in a turn: the permit was kept for this
@@ -193,9 +193,9 @@ class Admission:
         loop = asyncio.get_running_loop()
         waiter = Waiter(asking, loop.create_future())
         self._queue.add(waiter)
-        overtime = loop.call_later(self.settings.wait_timeout_s, self._refuse, waiter, "too late")
+        overtime = loop.call_later(self.settings.timeouts.wait_s, self._refuse, waiter, "too late")
         try:
-            if len(self._queue) > self.settings.admissions_waiting_max:
+            if len(self._queue) > self.settings.queues.admissions_max:
                 # Who would be served last: so a user who fills the queue takes nothing from another one.
                 self._refuse(list(self._queue)[-1], "too many")
             self._serve()
@@ -347,9 +347,9 @@ class Admission:
         pace = "" if expected_s is None else f", about {expected_s:.3g} s at the present pace"
         problem = {
             "busy": f'none is idle, and you do not want to wait (busy="reject"); it would be number {position}{pace}',
-            "too many": f"{len(self._queue)} messages wait for one already (admissions_waiting_max); it would be "
+            "too many": f"{len(self._queue)} messages wait for one already (queues.admissions_max); it would be "
             f"number {position} in the queue{pace}",
-            "too late": f"none became free within {self.settings.wait_timeout_s:g} s (wait_timeout_s); it was number "
+            "too late": f"none became free within {self.settings.timeouts.wait_s:g} s (timeouts.wait_s); it was number "
             f"{position} in the queue{pace}",
         }[why]
         error = PoolFullError(
@@ -384,7 +384,7 @@ class Admission:
                 )
             case PoolState.PAUSED:
                 return PoolPausedError(
-                    "the pool is paused, and was not resumed in time (wait_timeout_s). Try again later, answer it "
+                    "the pool is paused, and was not resumed in time (timeouts.wait_s). Try again later, answer it "
                     "another way, or resume() the pool",
                     conversation_id=conversation_id,
                 )
@@ -405,17 +405,17 @@ class Admission:
     async def passed(self, session: Occupant) -> None:
         """Return when a message that has come in may begin its turn: while the pool is paused it is held here.
 
-        Raises ``PoolPausedError`` after ``wait_timeout_s`` (at once with ``busy="reject"``), ``PoolFullError`` when
-        ``admissions_waiting_max`` are held already, and ``PoolClosedError`` and its kinds.
+        Raises ``PoolPausedError`` after ``timeouts.wait_s`` (at once with ``busy="reject"``), ``PoolFullError`` when
+        ``queues.admissions_max`` are held already, and ``PoolClosedError`` and its kinds.
         """
         settings = self.settings
-        deadline = self._clock() + settings.wait_timeout_s
+        deadline = self._clock() + settings.timeouts.wait_s
         while self.state is PoolState.PAUSED:
             if settings.busy == "reject":
                 raise self._refusal(session)
-            if len(self._held) >= settings.admissions_waiting_max:
+            if len(self._held) >= settings.queues.admissions_max:
                 raise PoolFullError(
-                    f"the pool is paused, and {len(self._held)} messages wait already (admissions_waiting_max). Try "
+                    f"the pool is paused, and {len(self._held)} messages wait already (queues.admissions_max). Try "
                     "again later, answer it another way, or resume() the pool",
                     position=len(self._held) + 1,
                     waiting=len(self._held),

@@ -7,20 +7,21 @@ act on it. Nothing here is on the path of a turn.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import fields
 from functools import partial
 from typing import Any, Protocol
 
 from hermes_pool.lifecycle import WorkerState
 from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, Pulse, Sample, Verdict, diagnose
-from hermes_pool.policy.memory import Action, Activity, MemoryLimits, MemoryPolicy, Usage
+from hermes_pool.policy.memory import Action, Activity, MemoryPolicy, Usage
 from hermes_pool.settings import PoolSettings
 from hermes_pool.system.sampler import Sampler, since_boot
 from hermes_pool.system.samples import Attention
 from hermes_pool.system.threads import in_thread_or_here
 
+SAMPLE_S = 20.0
+"""How often all workers are looked at, in seconds: memory, CPU time, what they have started."""
 CLOSE_EVERY_S = 2.0
-"""How often the workers with a turn are looked at, unless ``sample_s`` is less: a verdict takes some looks."""
+"""How often the workers with a turn are looked at, unless ``SAMPLE_S`` is less: a verdict takes some looks."""
 
 
 class Watched(Protocol):
@@ -79,14 +80,13 @@ class Monitor:
         self._worth = worth
         self._in_background = in_background
         self._log = log
-        limits = MemoryLimits(**{each.name: getattr(settings, each.name) for each in fields(MemoryLimits)})
-        self._policy: MemoryPolicy[ProcessIdentity] = MemoryPolicy(limits)
+        self._policy: MemoryPolicy[ProcessIdentity] = MemoryPolicy(settings.memory, settings.worker_age_max_s)
         self._pulse = Pulse()
 
     async def run(self) -> None:
         """Look, again and again, until cancelled."""
         loop = asyncio.get_running_loop()
-        look_at_all = due = loop.time() + self._settings.sample_s
+        look_at_all = due = loop.time() + SAMPLE_S
         while True:
             await asyncio.sleep(due - loop.time())
             now = loop.time()
@@ -98,7 +98,7 @@ class Monitor:
             except OSError as error:  # no descriptor is to be had, say: at the next look there may be one again
                 self._log.warning("look_failed", error=str(error))
             if now >= look_at_all:
-                look_at_all = loop.time() + self._settings.sample_s
+                look_at_all = loop.time() + SAMPLE_S
             due = min(look_at_all, loop.time() + CLOSE_EVERY_S) if in_turn else look_at_all
 
     async def _look(
@@ -123,7 +123,7 @@ class Monitor:
                 continue
             sampler = self._sampler
             evidence = slot.evidence(sampler.samples(worker), sampler.at_rest(worker), self._pulse.trusted_from)
-            diagnosis = diagnose(evidence, wedged_after_s=self._settings.wedged_after_s)
+            diagnosis = diagnose(evidence, wedged_after_s=self._settings.timeouts.wedged_s)
             slot.diagnosis = diagnosis
             if diagnosis.verdict is Verdict.WEDGED or self._stays_frozen(evidence, diagnosis):
                 reason = f"was {diagnosis.verdict} ({diagnosis.reason})"
@@ -134,7 +134,7 @@ class Monitor:
         if diagnosis.verdict is not Verdict.FROZEN:
             return False
         silent_s = evidence.now - max(evidence.heard_at, evidence.trusted_from)
-        return not evidence.begun or silent_s >= self._settings.wedged_after_s
+        return not evidence.begun or silent_s >= self._settings.timeouts.wedged_s
 
     def _keep_small(self, slots: dict[ProcessIdentity, Watched]) -> None:
         seen = [(worker, slot, self._sampler.samples(worker)) for worker, slot in slots.items()]
@@ -159,4 +159,4 @@ class Monitor:
                 case Action.KILL:
                     self._in_background(slots[worker].kill(decided.reason, wanted=False))
         for worker in plan.shed:
-            slots[worker].retire("has to make room (memory_total_bytes)")
+            slots[worker].retire("has to make room (memory.total_bytes)")

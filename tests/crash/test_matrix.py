@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import FAULTY, OpenPool, Pool, until
+from conftest import FAULTY, OpenPool, Pool, quick, until
 from outside import complaints, gone, process_of, row_of
 
 from hermes_pool.errors import (
@@ -140,9 +140,9 @@ ROWS: dict[str, Row] = {
         turns={"do not listen": TurnTimeoutError},
         path=f"{READY} {FORCED}",
         state=State.STOPPED,
-        settings={"turn_timeout_s": 0.3, **DEAF},
+        settings={"timeouts": quick(turn_s=0.3, **DEAF)},
     ),
-    "deaf_to_everything": harmless("hello", how="killed", settings=DEAF),
+    "deaf_to_everything": harmless("hello", how="killed", settings={"timeouts": quick(**DEAF)}),
     "dies_after_tool": Row(
         turns={"send the mail": TurnInterruptedError}, path=f"{READY} {LOST} {READY}", restarts=1
     ),
@@ -182,20 +182,20 @@ ROWS: dict[str, Row] = {
         turns={"deadlock": TurnTimeoutError},
         path=f"{READY} {FORCED}",
         state=State.STOPPED,
-        settings={"turn_timeout_s": 0.3, **DEAF},
+        settings={"timeouts": quick(turn_s=0.3, **DEAF)},
     ),
     "holds_the_gil": Row(
         turns={"hold": TurnTimeoutError},
         path=f"{READY} {FORCED}",
         state=State.STOPPED,
-        settings={"turn_timeout_s": 0.3, **DEAF},
+        settings={"timeouts": quick(turn_s=0.3, **DEAF)},
     ),
     "ignores_sigterm_beside_a_tool": Row(
         turns={"hello": Ends.TELLS_A_PID},
         path=f"{READY} {TURN}",
         then=("hello again", Ends.TELLS_A_PID),
         how="killed",
-        settings=DEAF,
+        settings={"timeouts": quick(**DEAF)},
     ),
     "keeps_a_thread": harmless("hello"),
     "leaves_a_shell_running": Row(
@@ -211,10 +211,10 @@ ROWS: dict[str, Row] = {
     "marks_signals": Row(turns={"wait": Ends.WHEN_CANCELLED}, path=f"{READY} {TURN}"),
     "needs_what_is_not_installed": cannot_start(WorkerUnusableError, 1, PoolUnusableError),
     "never_opens": cannot_start(
-        WorkerStartTimeoutError, 1, WorkerStartTimeoutError, settings={"start_timeout_s": 0.6}
+        WorkerStartTimeoutError, 1, WorkerStartTimeoutError, settings={"timeouts": quick(start_s=0.6)}
     ),
     "never_says_hello": cannot_start(
-        WorkerStartTimeoutError, 1, WorkerStartTimeoutError, settings={"start_timeout_s": 0.5}, is_worker=True
+        WorkerStartTimeoutError, 1, WorkerStartTimeoutError, settings={"timeouts": quick(start_s=0.5)}, is_worker=True
     ),
     "prints_emoji": harmless("hello"),
     "prints_on_the_wire": harmless("hello", "and more"),
@@ -222,7 +222,7 @@ ROWS: dict[str, Row] = {
         turns={"read no more": "deaf from here on", "x" * 200_000: TurnTimeoutError},
         path=f"{READY} {TURN} {FORCED}",
         state=State.STOPPED,
-        settings={"progress_timeout_s": 0.4, **DEAF},
+        settings={"timeouts": quick(progress_s=0.4, **DEAF)},
     ),
     "repeats_old_frames": harmless("one", "two", "three", is_worker=True),
     "replies_big": Row(
@@ -255,13 +255,13 @@ ROWS: dict[str, Row] = {
     ),
     "speaks_another_protocol": cannot_start(WorkerUnusableError, 1, PoolUnusableError, is_worker=True),
     "talks_for_ever": Row(
-        turns={"talk": TurnTimeoutError}, path=f"{READY} {TURN}", settings={"turn_timeout_s": 0.3}
+        turns={"talk": TurnTimeoutError}, path=f"{READY} {TURN}", settings={"timeouts": quick(turn_s=0.3)}
     ),
     "tools_read_stdin": Row(
         turns={"run them": TurnTimeoutError},
         path=f"{READY} {TURN}",
         then=("run them again", TurnTimeoutError),  # it waits for a cancel in each turn
-        settings={"turn_timeout_s": 0.3, "close_grace_s": 10.0},
+        settings={"timeouts": quick(turn_s=0.3, close_grace_s=10.0)},
     ),
     "waits_for_cancel": Row(turns={"wait": Ends.WHEN_CANCELLED}, path=f"{READY} {TURN}"),
     "works_after_its_turn": harmless("job made", "end made", "job never"),

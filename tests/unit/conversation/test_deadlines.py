@@ -3,10 +3,10 @@ import asyncio
 import pytest
 import virtual_time
 
-from hermes_pool import PoolSettings, Turn
+from hermes_pool import Timeouts, Turn
 from hermes_pool.conversation.deadlines import TurnDeadlines
 
-SETTINGS = PoolSettings(turn_timeout_s=1800, progress_timeout_s=600)
+TIMEOUTS = Timeouts(turn_s=1800, progress_s=600)
 
 
 class Host:
@@ -14,7 +14,7 @@ class Host:
 
 
 def new_turn(name: str = "t") -> Turn:
-    turn = Turn(Host(), name, "text", events_waiting_max=10)  # type: ignore[arg-type]
+    turn = Turn(Host(), name, "text")  # type: ignore[arg-type]
     turn.began_at = turn.heard_at = asyncio.get_running_loop().time()
     return turn
 
@@ -22,7 +22,7 @@ def new_turn(name: str = "t") -> Turn:
 async def watched(turn_work: object) -> list[tuple[str, str, float]]:
     loop = asyncio.get_running_loop()
     began, how = loop.time(), []
-    clocks = TurnDeadlines(SETTINGS, lambda turn, limit, _: how.append((turn.turn_id, limit, loop.time() - began)))
+    clocks = TurnDeadlines(TIMEOUTS, lambda turn, limit, _: how.append((turn.turn_id, limit, loop.time() - began)))
     await turn_work(clocks)  # type: ignore[operator]
     clocks.stop()
     return how
@@ -33,7 +33,7 @@ def test_silence_rings_after_the_limit_of_progress() -> None:
         clocks.watch(new_turn())
         await asyncio.sleep(3600)
 
-    assert virtual_time.run(watched(work)) == [("t", "progress_timeout_s", 600)]
+    assert virtual_time.run(watched(work)) == [("t", "timeouts.progress_s", 600)]
 
 
 def test_a_turn_that_shows_progress_runs_to_its_total_limit() -> None:
@@ -44,7 +44,7 @@ def test_a_turn_that_shows_progress_runs_to_its_total_limit() -> None:
             await asyncio.sleep(100)
             turn.heard_at = asyncio.get_running_loop().time()
 
-    assert virtual_time.run(watched(work)) == [("t", "turn_timeout_s", 1800)]
+    assert virtual_time.run(watched(work)) == [("t", "timeouts.turn_s", 1800)]
 
 
 @pytest.mark.parametrize("why", ["tool", "question", "slow consumer"])
@@ -65,7 +65,7 @@ def test_the_clock_of_progress_stands_still(why: str) -> None:
         turn.lags = False
         await asyncio.sleep(3600)
 
-    assert virtual_time.run(watched(work)) == [("t", "turn_timeout_s", 1800)]
+    assert virtual_time.run(watched(work)) == [("t", "timeouts.turn_s", 1800)]
 
 
 def test_a_turn_that_has_ended_is_watched_no_more_and_the_next_has_its_own_time() -> None:
@@ -78,7 +78,7 @@ def test_a_turn_that_has_ended_is_watched_no_more_and_the_next_has_its_own_time(
         clocks.watch(second)
         await asyncio.sleep(3600)
 
-    assert virtual_time.run(watched(work)) == [("second", "progress_timeout_s", 1100)]
+    assert virtual_time.run(watched(work)) == [("second", "timeouts.progress_s", 1100)]
 
 
 def test_one_timer_serves_many_turns() -> None:

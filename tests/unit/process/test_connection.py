@@ -79,9 +79,7 @@ class Listener:
 
 def connected() -> tuple[WorkerConnection, Any]:
     listener: Any = Listener()
-    connection = WorkerConnection(
-        "m", listener, frame_bytes_max=1 << 20, stderr_lines_max=5, on_imported=lambda _: None
-    )
+    connection = WorkerConnection("m", listener, frame_bytes_max=1 << 20, on_imported=lambda _: None)
     listener.connection = connection
     process: Any = Process()
     connection.process = process

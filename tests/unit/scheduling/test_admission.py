@@ -16,8 +16,10 @@ from hermes_pool import (
     PoolFullError,
     PoolPausedError,
     PoolSettings,
+    QueueLimits,
     SessionKey,
     SettingsError,
+    Timeouts,
 )
 from hermes_pool.lifecycle import ALIVE, State
 from hermes_pool.scheduling.admission import Admission, Idle, Waiter, gain
@@ -112,7 +114,7 @@ class Pool:
         self.start_s = 0.0
         self.memory: dict[str, int] = {}
         self.admission = Admission(
-            settings=PoolSettings(**{"workers_max": 1, "wait_timeout_s": 60.0, **given}),
+            settings=PoolSettings(**{"workers_max": 1, "timeouts": Timeouts(wait_s=60.0), **given}),
             sessions=lambda: self.actors,
             in_background=self._in_background,
             log=structlog.wrap_logger(None, processors=[_drop]),
@@ -334,7 +336,7 @@ async def test_who_does_not_want_to_wait_is_refused_when_the_idle_session_cannot
 
 @virtually
 async def test_a_line_that_is_full_refuses_who_would_be_served_last() -> None:
-    pool = Pool(admissions_waiting_max=3)
+    pool = Pool(queues=QueueLimits(admissions_max=3))
     await pool.busy("running")
     flood = [pool.actor(f"ada {number}", "ada").start() for number in range(4)]
     await asyncio.sleep(0.1)
@@ -344,7 +346,7 @@ async def test_a_line_that_is_full_refuses_who_would_be_served_last() -> None:
     assert [task.done() for task in (*flood, modest)] == [False, False, True, True, False]
     error = cast("PoolFullError", flood[2].exception())
     assert (error.position, error.waiting) == (4, 3)
-    assert "admissions_waiting_max" in str(error)
+    assert "queues.admissions_max" in str(error)
     flood[3].exception()
     for task in (*flood[:2], modest):
         task.cancel()
@@ -505,7 +507,7 @@ async def test_a_pause_waits_for_the_turns_that_run() -> None:
 
 @virtually
 async def test_a_pause_that_lasts_too_long_or_holds_too_many_refuses() -> None:
-    pool = Pool(admissions_waiting_max=1, wait_timeout_s=20)
+    pool = Pool(queues=QueueLimits(admissions_max=1), timeouts=Timeouts(wait_s=20))
     actor, starting = pool.actor("a"), pool.actor("b")
     await pool.admission.pause(0)
     began = asyncio.get_running_loop().time()
@@ -614,7 +616,7 @@ def test_no_slot_is_lost_or_given_twice(steps: list[tuple[str, int, int]], start
 
 
 async def _random_life(steps: list[tuple[str, int, int]], start_s: float, busy: str) -> None:
-    pool = Pool(workers_max=2, admissions_waiting_max=4, wait_timeout_s=50, busy=busy)
+    pool = Pool(workers_max=2, queues=QueueLimits(admissions_max=4), timeouts=Timeouts(wait_s=50), busy=busy)
     pool.start_s = start_s
     actors = [pool.actor(str(number), "ada" if number < 4 else None) for number in range(8)]
     tasks = []

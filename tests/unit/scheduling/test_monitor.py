@@ -8,8 +8,9 @@ import pytest
 import structlog
 from conftest import until
 
-from hermes_pool import PoolSettings
+from hermes_pool import MemoryLimits, PoolSettings
 from hermes_pool.lifecycle import State
+from hermes_pool.policy import memory
 from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, ProcessState, Sample
 from hermes_pool.scheduling import monitor
 from hermes_pool.scheduling.monitor import Monitor
@@ -77,12 +78,13 @@ class Looks:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "SAMPLE_S", 0.2)
     monkeypatch.setattr(monitor, "CLOSE_EVERY_S", 0.02)
 
 
 def at_work(sessions: list[Session], looks: Any, **settings: Any) -> "asyncio.Task[None]":
     care = Monitor(
-        PoolSettings(agent="echo", sample_s=0.2, **settings),
+        PoolSettings(agent="echo", **settings),
         looks,
         wards=lambda: list(sessions),
         worth=lambda _: 0.0,
@@ -92,12 +94,13 @@ def at_work(sessions: list[Session], looks: Any, **settings: Any) -> "asyncio.Ta
     return asyncio.ensure_future(care.run())
 
 
-async def test_a_look_at_some_workers_is_not_taken_for_the_total(quick: None) -> None:
+async def test_a_look_at_some_workers_is_not_taken_for_the_total(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "TOTAL_LOW", 0.5)
     busy, works = Session(1, State.BUSY, 100), Session(2, State.IDLE, 200, works_on=True)
     idle = Session(3, State.IDLE, 250)
     sessions = [busy, works, idle]
     looks = Looks(sessions)
-    task = at_work(sessions, looks, memory_total_bytes=500 * MB, memory_total_low=0.5)
+    task = at_work(sessions, looks, memory=MemoryLimits(total_bytes=500 * MB))
     try:
         await until(lambda: idle.worker is None, "the idle one to go: 550 MB are over the total")
         await until(lambda: 1 in looks.looks[1:], "a look at the busy one alone")
