@@ -222,7 +222,8 @@ class Session:
         """Wait for the turns before it and for a worker, and hand the turn over. A turn that is refused has settled."""
         try:
             self._check_size(turn)  # and not after it has waited
-            self.quarantine.check(turn.text)
+            if self.quarantine.killers:
+                self.quarantine.check(turn.text)
             if self.slot.state is not WorkerState.IDLE and self.slot.is_empty:
                 self.slot.check_start()
             if self._lock.locked():
@@ -393,14 +394,17 @@ class Session:
         self.metadata.turn_done(done)
         if done.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
             return turn.ending
-        notices = [notice for notice in (self._notice, done.notice) if notice is not None]
-        self._notice = None
+        notice = done.notice
+        if self._notice is not None:
+            notice = self._notice if notice is None else f"{self._notice} {notice}"
+            self._notice = None
         self._completed(turn)
-        return self._reply(turn, done.text, done.outcome, done.usage, " ".join(notices) or None)
+        return self._reply(turn, done.text, done.outcome, done.usage, notice)
 
     def _completed(self, turn: ActiveTurn) -> None:
         self.slot.restart_budget.note_completed()
-        self.quarantine.note_completed(turn.text)
+        if self.quarantine.killers:
+            self.quarantine.note_completed(turn.text)
         self.metadata.turns += 1
         self.metadata.last_error = None
 

@@ -18,7 +18,7 @@ _FINGERPRINT_KEY = os.urandom(16)
 
 
 @dataclass(frozen=True, slots=True)
-class _Killer:
+class Killer:
     deaths: int
     chars: int
     """Length of the text: most messages are told apart by it, and need no fingerprint."""
@@ -34,14 +34,15 @@ class Quarantine:
     def __init__(self, policy: RestartPolicy, *, conversation_id: str | None = None) -> None:
         self._after = policy.quarantine_after
         self._conversation_id = conversation_id
-        self._killers: dict[str, _Killer] = {}  # by fingerprint; the one that killed last is at the end
+        self.killers: dict[str, Killer] = {}
+        """By fingerprint; the one that killed last is at the end. Mostly empty, so that nothing has to be asked."""
 
     def check(self, text: str) -> None:
         """Raise ``MessageQuarantinedError`` for a message that has ended too many workers."""
-        fingerprint = self._known(text) if self._killers else None
-        if fingerprint is None or not self._refuses(self._killers[fingerprint]):
+        fingerprint = self._known(text)
+        if fingerprint is None or not self._refuses(self.killers[fingerprint]):
             return
-        deaths = self._killers[fingerprint].deaths
+        deaths = self.killers[fingerprint].deaths
         raise MessageQuarantinedError(
             f"this message has ended {deaths} worker{'' if deaths == 1 else 's'} (restarts.quarantine_after) and "
             f"is not sent again: word it differently, or mend what they died of and release it (fingerprint "
@@ -54,40 +55,40 @@ class Quarantine:
     def note_death(self, text: str) -> None:
         """Count a worker that died without anybody's wish while it had this message."""
         fingerprint = _fingerprint(text)
-        before = self._killers.pop(fingerprint, None)
-        self._killers[fingerprint] = _Killer(1 if before is None else before.deaths + 1, len(text))
-        if len(self._killers) > QUARANTINE_KEPT:
-            self._killers.pop(next(iter(self._killers)))
+        before = self.killers.pop(fingerprint, None)
+        self.killers[fingerprint] = Killer(1 if before is None else before.deaths + 1, len(text))
+        if len(self.killers) > QUARANTINE_KEPT:
+            self.killers.pop(next(iter(self.killers)))
 
     def note_completed(self, text: str) -> None:
         """Clear a message: its turn has ended with a reply."""
-        if self._killers and (fingerprint := self._known(text)) is not None:
+        if (fingerprint := self._known(text)) is not None:
             self.release(fingerprint)
 
     def release(self, fingerprint: str) -> bool:
         """Let a message in again, as if it had never killed; say whether it was known."""
-        return self._killers.pop(fingerprint, None) is not None
+        return self.killers.pop(fingerprint, None) is not None
 
     def reset(self) -> None:
         """Let all messages in again."""
-        self._killers.clear()
+        self.killers.clear()
 
     def snapshot(self) -> tuple[KillerSnapshot, ...]:
         """Return the messages that have killed, the last one at the end."""
         return tuple(
             KillerSnapshot(fingerprint=fingerprint, deaths=killer.deaths, quarantined=self._refuses(killer))
-            for fingerprint, killer in self._killers.items()
+            for fingerprint, killer in self.killers.items()
         )
 
-    def _refuses(self, killer: _Killer) -> bool:
+    def _refuses(self, killer: Killer) -> bool:
         return killer.deaths >= self._after > 0
 
     def _known(self, text: str) -> str | None:
         """Return the fingerprint of a message that has killed. The path of every message: mostly there is none."""
-        if not any(killer.chars == len(text) for killer in self._killers.values()):
+        if not any(killer.chars == len(text) for killer in self.killers.values()):
             return None
         fingerprint = _fingerprint(text)
-        return fingerprint if fingerprint in self._killers else None
+        return fingerprint if fingerprint in self.killers else None
 
 
 def _fingerprint(text: str) -> str:
