@@ -19,6 +19,8 @@ _FINGERPRINT_KEY = os.urandom(16)
 
 @dataclass(frozen=True, slots=True)
 class Killer:
+    """A message that has ended workers."""
+
     deaths: int
     chars: int
     """Length of the text: most messages are told apart by it, and need no fingerprint."""

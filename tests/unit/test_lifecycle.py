@@ -44,7 +44,7 @@ def test_every_state_has_a_row_and_every_event_is_used(
     assert {event for row in table.values() for event in row} == set(events)
 
 
-@pytest.mark.parametrize(("table", "state", "event"), cells())
+@pytest.mark.parametrize(("table", "state", "event"), list(cells()))
 def test_a_cell_is_a_transition_or_says_that_it_is_a_bug(
     table: Mapping[Any, Mapping[Any, Any]], state: StrEnum, event: StrEnum
 ) -> None:
