@@ -1,6 +1,5 @@
 """What the commands know: the answers of all supervisors, or what the store holds."""
 
-import asyncio
 import dataclasses
 import socket
 from datetime import UTC, datetime
@@ -88,6 +87,8 @@ def stored_sessions(settings: PoolSettings) -> list[SessionSnapshot]:
     url = settings.store_url
     if url.startswith("sqlite") and not Path(url.partition("///")[2].partition("?")[0]).exists():
         return []
+    import asyncio  # noqa: PLC0415 - like the two below, slow to import, and needed here only
+
     from hermes_pool.storage.store import ConversationStore  # noqa: PLC0415
     from hermes_pool.system import processes  # noqa: PLC0415
 

@@ -189,7 +189,7 @@ class SessionMetadata:
 
     async def recall(self) -> None:
         """Read what is stored, unless what is known here is newer. Raises ``StoreError`` where nobody can tell."""
-        if self.session_id is not None and self.unsaved:
+        if self.session_id is not None and (self.unsaved or self._saving.locked()):
             return
         try:
             stored = await self._store.load(self._key)

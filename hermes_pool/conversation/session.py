@@ -75,6 +75,8 @@ class Session:
         )
         self.quarantine = Quarantine(services.settings.restarts, conversation_id=self._id)
         self._lock = asyncio.Lock()
+        self._begun: ActiveTurn | None = None
+        """The turn that holds the lock, if a turn does."""
         self._deadlines = TurnDeadlines(services.settings.timeouts, self._over_limit)
         self._notice: str | None = None
         """What the next reply has to tell."""
@@ -191,12 +193,7 @@ class Session:
                 f"stopped ({reason})", conversation_id=self._id, retryable=retryable and not turn.tools_started
             )
             self.cancel(turn, error)
-        if self.state is not WorkerState.IDLE and self.state is not WorkerState.BUSY:
-            if self.slot.connection is not None:
-                await self.slot.connection.dead()
-            await self.metadata.save()
-            return None
-        await self.metadata.save("dormant")
+        await self.metadata.save("dormant" if self.slot.connection is not None else None)
         return await self.slot.stop(reason)
 
     async def close(self) -> Stopped | None:
@@ -235,12 +232,14 @@ class Session:
             raise
         try:
             turn.state = TURN[turn.state][TurnEvent.BEGUN]
+            self._begun = turn
+            if self.quarantine.killers:
+                self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
             if self._services.admission.state is not PoolState.OPEN:
                 await self._services.admission.passed(self)
             if self._loop.time() - self.slot.jobs.resting_since >= LOOKED_AT_AFTER_S:
                 await self._replace_frozen()
             if self.slot.state is not WorkerState.IDLE or self._services.admission.state is PoolState.CLOSED:
-                self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
                 await self._have_idle_worker(turn)
             if turn.ending is None:
                 self._hand_over(turn)
@@ -289,7 +288,7 @@ class Session:
 
     async def _wait_in_queue(self) -> None:
         settings = self._settings
-        if settings.busy == "reject":
+        if settings.busy == "reject" and self._begun is not None:  # not where its worker is only about to go
             raise ConversationBusyError("another message is being answered", conversation_id=self._id)
         if self.waiting >= settings.queues.turns_max:
             raise ConversationBusyError(
@@ -464,6 +463,7 @@ class Session:
 
     def _release(self) -> None:
         """Let the next message in."""
+        self._begun = None
         self._lock.release()
         self._services.admission.news.set()
 

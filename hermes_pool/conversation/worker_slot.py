@@ -6,7 +6,7 @@ a turn asks of it is the session's business. Every change of state goes through 
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from functools import partial
 from logging import DEBUG, INFO
@@ -89,6 +89,7 @@ class WorkerSlot:
         self._loop = asyncio.get_running_loop()
         self._begun: WorkerConnection | None = None
         self._starting: asyncio.Task[wire.Opened] | None = None
+        self._ending: asyncio.Task[Stopped] | None = None
         self._logs_turns, self._logs_changes = wants(DEBUG), wants(INFO)
         self._ready_after_s = 0.0  # since the process began; rather too early than too late
         self._servers: frozenset[int] = frozenset()  # processes that the agent had started by then
@@ -239,27 +240,40 @@ class WorkerSlot:
     # --- emptying it ---
 
     async def stop(self, reason: str) -> Stopped | None:
-        """Stop the worker; return what it took, or ``None`` where there is none or it is being ended already.
+        """Stop the worker; return what it took, or ``None`` where there is none. Waits for an end that has begun.
 
         A caller that stops waiting does not end the stop.
         """
         connection = self.connection
-        if connection is None or self.state not in (WorkerState.IDLE, WorkerState.BUSY):
+        if connection is not None and (self.state is WorkerState.IDLE or self.state is WorkerState.BUSY):
+            self.became(WorkerEvent.STOP_BEGUN, reason=reason)
+            timeouts = self._services.settings.timeouts
+            self._end(connection.stop(timeouts.close_grace_s, timeouts.term_grace_s))
+        if self._ending is None:
             return None
-        self.became(WorkerEvent.STOP_BEGUN, reason=reason)
-        timeouts = self._services.settings.timeouts
-        stopping = self._services.in_background(connection.stop(timeouts.close_grace_s, timeouts.term_grace_s))
-        await asyncio.wait({stopping})
-        stopped: Stopped = stopping.result()
-        self._log.info("stopped", how=stopped.how, strays=stopped.strays, left=stopped.left)
-        return stopped
+        ending = self._ending
+        await asyncio.wait({ending})
+        return ending.result()
+
+    def _end(self, ending: Coroutine[Any, Any, Stopped]) -> None:
+        """Have the worker ended, by the one task that does so until nothing is left of it."""
+
+        async def end() -> Stopped:
+            try:
+                stopped = await ending
+                self._log.info("stopped", how=stopped.how, strays=stopped.strays, left=stopped.left)
+                return stopped
+            finally:
+                self._ending = None
+
+        self._ending = self._services.in_background(end())
 
     async def kill(self, reason: str, *, wanted: bool, diagnosis: Diagnosis | None = None) -> None:
         """Kill the worker for a ``reason`` that follows "the worker".
 
         A death that is not ``wanted`` counts, and its turn goes on as after any other death; an idle worker is saved
-        first. With a ``diagnosis`` it is killed since it hangs: where it hangs is asked first, and where it turns out
-        that it has gone on, it lives. A caller that stops waiting does not end the kill.
+        first. With a ``diagnosis`` it is killed because it hangs: it is asked first where, and lives if that made it go
+        on. A caller that stops waiting does not end the kill.
         """
         connection, turn = self.connection, self.turn
         if connection is None or connection.verdict is not None:
@@ -268,21 +282,26 @@ class WorkerSlot:
             return
         if wanted:
             self.became(WorkerEvent.STOP_BEGUN, reason=reason)
-        elif self.state is WorkerState.IDLE:
+            self._end(self._kill(connection, reason, hangs=turn is not None))
+            await self.stop(reason)
+            return
+        if self.state is WorkerState.IDLE:
             await self._metadata.save("dormant")
         if diagnosis is not None:
             connection.verdict = f"{diagnosis.verdict}: {diagnosis.reason}"
             self._log.warning("worker_stuck", verdict=diagnosis.verdict.value, reason=diagnosis.reason)
+            if not connection.is_frozen():
+                await connection.take_stacks()
+            if self.turn is not turn:  # the signal for its stacks has interrupted what it was waiting for
+                connection.verdict = None
+                return
+        connection.condemn(reason)
+
+    async def _kill(self, connection: WorkerConnection, reason: str, *, hangs: bool) -> Stopped:
         frozen = connection.is_frozen()
-        if turn is not None and (wanted or diagnosis is not None) and not frozen:
+        if hangs and not frozen:
             await connection.take_stacks()
-        if wanted:
-            term_grace_s = 0.0 if frozen else self._services.settings.timeouts.term_grace_s
-            await asyncio.wait({self._services.in_background(connection.kill(reason, term_grace_s))})
-        elif diagnosis is None or self.turn is turn:
-            connection.condemn(reason)
-        else:  # the signal for its stacks has interrupted what it was waiting for
-            connection.verdict = None
+        return await connection.kill(reason, 0.0 if frozen else self._services.settings.timeouts.term_grace_s)
 
     def retire(self, reason: str) -> None:
         """Let the worker go: now if it is idle, else after its turn and its work in the background."""

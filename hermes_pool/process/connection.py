@@ -153,7 +153,7 @@ class WorkerConnection:
             async with asyncio.timeout_at(deadline):
                 yield
         except BaseException as error:
-            await asyncio.shield(self.kill("its start was given up"))
+            await _finished(asyncio.ensure_future(self.kill("its start was given up")))
             if not isinstance(error, TimeoutError):
                 raise
             done = ", ".join(f"{step} took {seconds:.2f} s" for step, seconds in self.steps.items())
@@ -414,6 +414,13 @@ class WorkerConnection:
 def _encoder_for(frame_bytes_max: int) -> wire.FrameEncoder:
     """Return one for all connections of a kind: a frame is with the pipe, or copied, before the next one is made."""
     return wire.FrameEncoder(wire.worker_takes(frame_bytes_max))
+
+
+async def _finished(ending: asyncio.Future[Stopped]) -> None:
+    """Wait for the end of a worker, also where the caller is cancelled meanwhile: nothing of it may be left."""
+    while not ending.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({ending})
 
 
 def _take(frame: Answered, answer: "asyncio.Future[Answered]") -> bool:

@@ -21,6 +21,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import known_faults
+from hermes_pool.breakers import StartBreaker
+from hermes_pool.link import EXIT_UNUSABLE, Death, LinkListener, Stopped
+from hermes_pool.start import LAUNCHES_MAX
+from hermes_pool.store import SessionRecord
+from hermes_pool.verdict import Judgement, Verdict
 from histories import CONVERSATIONS, Birth, History, Op, Rules, Say, StoreMode
 
 from hermes_pool import (
@@ -42,12 +47,7 @@ from hermes_pool import (
     place,
     start,
 )
-from hermes_pool.breakers import StartBreaker
-from hermes_pool.link import EXIT_UNUSABLE, Death, LinkListener, Stopped
 from hermes_pool.process import Exit
-from hermes_pool.start import LAUNCHES_MAX
-from hermes_pool.store import SessionRecord
-from hermes_pool.verdict import Judgement, Verdict
 from hermes_pool_worker import wire
 
 TURN_TIMEOUT_S = 4.0
