@@ -7,6 +7,7 @@ from typing import Self
 from hermes_pool.conversation.active_turn import ActiveTurn
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.session import Session
+from hermes_pool.errors import HermesPoolError
 from hermes_pool_worker import wire
 
 
@@ -42,6 +43,11 @@ class Turn:
     def attempt(self) -> int:
         """1, or more when workers have died and the turn runs again."""
         return self._turn.attempt
+
+    @property
+    def outcome(self) -> Reply | HermesPoolError | None:
+        """How it has ended, or ``None`` while it has not."""
+        return self._turn.outcome
 
     async def __aenter__(self) -> Self:
         """Send the message; raises the errors of ``HermesSessionManager.send`` that come before a worker has it."""

@@ -12,7 +12,7 @@ import pytest
 from conftest import OpenPool, quick, until
 from outside import complaints, gone, gone_pid, hermes_of, lines, process_of, row_of
 
-from hermes_pool.conversation import turn as turn_module
+from hermes_pool.conversation import active_turn
 from hermes_pool.errors import AgentFailedError, TurnInterruptedError, WorkerCrashedError
 from hermes_pool_worker import wire
 
@@ -279,7 +279,7 @@ async def test_a_reply_that_was_written_is_delivered_although_its_worker_died(
 async def test_a_written_reply_is_delivered_to_a_slow_reader_as_well(
     open_pool: OpenPool, instead_of_python: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_module, "EVENTS_WAITING_MAX", 2)
+    monkeypatch.setattr(active_turn, "EVENTS_WAITING_MAX", 2)
     pool = await open_pool(**instead_of_python("replies_then_dies"), worker_cwd=tmp_path, launcher="spawn")
     async with pool.turn("c", "long") as turn:
         worker = await until(lambda: lines(tmp_path / "starts"), "the start")

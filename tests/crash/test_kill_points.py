@@ -23,7 +23,7 @@ from conftest import OpenPool, Pool, quick, until
 from outside import complaints, gone, hermes_of, lines, process_of, row_of
 
 from hermes_pool import HermesPoolError, Reply, RestartPolicy, StartPolicy
-from hermes_pool.conversation.session import Session
+from hermes_pool.conversation.worker_slot import WorkerSlot
 from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerDiedError, WorkerStartError
 from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
@@ -355,16 +355,17 @@ async def test_a_replacement_that_dies_the_moment_it_is_taken_over_ends_the_turn
         await pool.send("c", "hello")
         (tmp_path / "before TextDelta").touch()
         killed: list[psutil.Process] = []
-        worker_ready = Session.worker_ready
+        take = WorkerSlot._take
 
-        def ready_and_killed(session: Session, opened: wire.Opened) -> None:
-            worker_ready(session, opened)
+        def taken_and_killed(slot: WorkerSlot, connection: WorkerConnection) -> wire.Opened:
+            opened = take(slot, connection)
             if not killed:
-                killed.append(psutil.Process(session.slot.connection.process.pid))  # type: ignore[union-attr]
+                killed.append(psutil.Process(connection.process.pid))  # type: ignore[union-attr]
                 killed[0].kill()
                 _until_dead_without_a_turn_of_the_loop(killed[0])
+            return opened
 
-        monkeypatch.setattr(Session, "worker_ready", ready_and_killed)
+        monkeypatch.setattr(WorkerSlot, "_take", taken_and_killed)
         ending = asyncio.create_task(turn_of(pool, "work"))
         behind = [asyncio.create_task(pool.send("c", f"behind {number}")) for number in range(2)]
         ended = await asyncio.wait_for(ending, 10)

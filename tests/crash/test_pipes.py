@@ -13,7 +13,7 @@ import pytest
 from conftest import OpenPool, quick, until
 from outside import complaints, gone, memory_growth, process_of, row_of
 
-from hermes_pool.conversation import turn as turn_module
+from hermes_pool.conversation import active_turn
 from hermes_pool.errors import TurnCancelledError, WorkerCrashedError
 from hermes_pool.process import connection
 
@@ -114,7 +114,7 @@ async def test_closing_with_ten_replies_in_flight_is_bounded(
     launcher: str,
 ) -> None:
     caplog.set_level(logging.WARNING, "asyncio")
-    monkeypatch.setattr(turn_module, "EVENTS_WAITING_MAX", 1)
+    monkeypatch.setattr(active_turn, "EVENTS_WAITING_MAX", 1)
     pool = await open_pool(**faulty("replies_big"), launcher=launcher, timeouts=quick(start_s=30.0))
     names = [f"c-{number}" for number in range(10)]
     await asyncio.gather(*(pool.send(name, "1") for name in names))
@@ -124,7 +124,7 @@ async def test_closing_with_ten_replies_in_flight_is_bounded(
         for turn in turns:
             await turn.__aenter__()
         for turn in turns:
-            await until(lambda: turn.lags, "the reply to pile up")  # noqa: B023
+            await until(lambda: turn._turn.lags, "the reply to pile up")  # noqa: B023
         began = time.monotonic()
         await pool.close()
         assert time.monotonic() - began < 1.0 + 1
