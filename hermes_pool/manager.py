@@ -396,8 +396,8 @@ class HermesSessionManager:
                 return messages.Done("resumed")
             case messages.Drain():
                 drained = await self.drain(request.deadline_s)
-                told = f"{_turns(drained.finished)} finished, {drained.cut} cut"
-                return messages.Done(f"{self.pool().state}; {told}")
+                summary = f"{_turns(drained.finished)} finished, {drained.cut} cut"
+                return messages.Done(f"{self.pool().state}; {summary}")
             case messages.Resize():
                 self.resize(request.workers_max)
                 pool = self.pool()
@@ -407,14 +407,14 @@ class HermesSessionManager:
             case messages.Reset():
                 if request.conversation_id is None:
                     self.reset()
-                    return messages.Done("starts are let in")
+                    return messages.Done("worker starts are allowed again")
                 key = SessionKey(request.conversation_id, request.user_id)
                 self.reset(key)
-                return messages.Done("reset" if key in self._sessions else "it is not known here: nothing to reset")
+                return messages.Done("reset" if key in self._sessions else "unknown conversation, nothing to reset")
             case messages.Release():
                 key = SessionKey(request.conversation_id, request.user_id)
                 if not self.release(key, request.fingerprint):
-                    return messages.Failed(f"no message of it with the fingerprint {request.fingerprint} has killed")
+                    return messages.Failed(f"no quarantined message has the fingerprint {request.fingerprint}")
                 return messages.Done("released")
 
 

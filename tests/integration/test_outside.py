@@ -242,7 +242,7 @@ async def test_what_was_mended_where_the_pool_cannot_see_it_works_after_a_reset(
     hidden.write_text(sys.executable)
     await refused_in_s(pool.send("a", "hello"), PoolUnavailableError)
     assert "starts are refused for " in (await run("ps")).err
-    assert (await run("reset")).out == f"supervisor {os.getpid()}: starts are let in\n"
+    assert (await run("reset")).out == f"supervisor {os.getpid()}: worker starts are allowed again\n"
     assert (await pool.send("a", "hello")).text == "hello"
 
 
@@ -272,7 +272,7 @@ async def test_a_message_that_kills_twice_is_quarantined_shown_and_released(
     assert unknown.status == 1
     assert (
         unknown.err
-        == f"hermes-pool: conversation 'c': no message of it with the fingerprint {fingerprint} has killed\n"
+        == f"hermes-pool: conversation 'c': no quarantined message has the fingerprint {fingerprint}\n"
     )
     with pytest.raises(MessageQuarantinedError):
         await pool.send(key, text)
