@@ -188,7 +188,7 @@ def test_a_host_that_is_frozen_is_told_in_time(run, host) -> None:
     done = run("ps")
     assert time.monotonic() - before < 3
     assert done.returncode == 1
-    assert f"supervisor {host.pid} does not answer" in done.stderr
+    assert f"supervisor {host.pid} is not responding" in done.stderr
     assert "Traceback" not in done.stderr
 
 
