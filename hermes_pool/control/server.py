@@ -40,7 +40,7 @@ class ControlServer:
         """Clients whose request is not complete yet, oldest first."""
 
     async def start(self) -> Path | None:
-        """Start to listen, and return the socket's path. ``None`` where the platform has no Unix sockets.
+        """Start listening, and return the socket's path. ``None`` where the platform has no Unix sockets.
 
         Raises ``ControlError`` if no folder can hold the socket: it is not writable, a link, or another user's.
         """
