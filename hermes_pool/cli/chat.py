@@ -175,12 +175,12 @@ class Terminal:
 
     # --- output ---
 
-    def say(self, text: str, style: str = "") -> None:
+    def show_piece(self, text: str, style: str = "") -> None:
         """Print a piece of the answer as it arrives, if the output is a terminal."""
         if self._is_screen:
             self._write(visible(text.replace("\r\n", "\n"), keep="\n\t"), style)
 
-    def say_whole(self, text: str) -> None:
+    def print_answer(self, text: str) -> None:
         """Print the complete answer, byte for byte, if the output is not a terminal."""
         if not self._is_screen:
             sys.stdout.write(text + "\n")
@@ -276,9 +276,9 @@ class Exchange:
         if not self._shown.endswith(reply.text):
             # Some of it did not arrive in pieces.
             begun = reply.text.startswith(self._shown)
-            self._terminal.say(reply.text[len(self._shown) :] if begun else "\n" + reply.text)
-        self._terminal.say("" if reply.text.endswith("\n") else "\n")
-        self._terminal.say_whole(reply.text)
+            self._terminal.show_piece(reply.text[len(self._shown) :] if begun else "\n" + reply.text)
+        self._terminal.show_piece("" if reply.text.endswith("\n") else "\n")
+        self._terminal.print_answer(reply.text)
         if reply.notice:
             self._terminal.note(f"[{reply.notice}]")
         return "stopped" if stopped else "answered"
@@ -299,9 +299,9 @@ class Exchange:
         match event:
             case wire.TextDelta(text=text):
                 self._shown += text
-                terminal.say(text)
+                terminal.show_piece(text)
             case wire.ReasoningDelta(text=text):
-                terminal.say(text, "dim italic")
+                terminal.show_piece(text, "dim italic")
             case wire.ToolStarted(name=name, arguments=arguments):
                 terminal.note(f"[{name} {_one_line(arguments)}]")
             case wire.ToolFinished(name=name, ok=False, result=result):

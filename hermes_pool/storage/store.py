@@ -256,7 +256,7 @@ class ConversationStore:
     async def _run(self, work: Callable[[sa.Connection], T], conversation_id: str | None = None) -> T:
         """Do ``work`` in one transaction, off the event loop's thread and within the time limit.
 
-        Whatever goes wrong in the database leaves here as one of our own errors.
+        Translates every error of the database, its driver or SQLAlchemy into one of ours.
         """
         if self._closed:
             raise StoreError("the store is closed", conversation_id=conversation_id)
