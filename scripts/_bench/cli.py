@@ -114,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     console.print(Text("hermes-pool: benchmark", style="bold"))
     console.print(report.describe(about))
     console.print(
-        f"Median (lowest - highest) of up to {rounds} rounds. Subjects take turns, each in a fresh process. "
+        f"Median (lowest - highest); {rounds} round{'' if rounds == 1 else 's'} at most. Subjects take turns, each in a fresh process. "
         "Ratios compare values of the same round."
     )
     verdicts, written = [], {}

@@ -129,7 +129,7 @@ METRICS: Mapping[str, Metric] = {
         options={"sessions": 20},
         quick={"sessions": 10},
         rounds={"heavy": 1, "all": 3},
-        note="(tree with 20 sessions - tree with one) / 19, after one turn each (quick: 10). Zygote: see its own column.",
+        note="(tree with 20 sessions - tree with one) / 19, after one turn each (quick: 10). Zygote: own column.",
     ),
     "M6": Metric(
         title="Worker killed in a turn, ms from the kill",
