@@ -114,7 +114,8 @@ def main(arguments: Sequence[str]) -> int:
     console.print(Text("hermes-pool: benchmark", style="bold"))
     console.print(report.describe(about))
     console.print(
-        f"Median (lowest - highest); {rounds} round{'' if rounds == 1 else 's'} at most. Subjects take turns, each in a fresh process. "
+        f"Median (lowest - highest); at most {rounds} round{'' if rounds == 1 else 's'}. "
+        "Subjects take turns, each in a fresh process. "
         "Ratios compare values of the same round."
     )
     verdicts, written = [], {}
