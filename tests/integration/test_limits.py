@@ -174,7 +174,10 @@ async def test_the_command_line_steers_a_running_pool_and_shows_it(open_pool: Op
     assert "Traceback" not in told
     await pool.close()
     status, _, told = await hermes_pool("drain", pool=pool)
-    assert (status, told) == (1, f"hermes-pool: no supervisor runs in {pool.settings.state_dir}\n")
+    assert (status, told) == (
+        1,
+        f"hermes-pool: no supervisor is running for {pool.settings.state_dir}: start one, or check --state-dir\n",
+    )
 
 
 # --- what needs the gate in Session.begin -----------------------------------------------------------------------------

@@ -119,7 +119,7 @@ async def test_a_death_has_one_id_in_the_error_the_log_and_the_command_line(
     assert facts["exit"] == report.exit
     assert "SIGKILL" in facts["exit"]
     assert facts["turn"].startswith(f"{report.turn_id}, attempt 1")
-    assert facts["worker"].startswith(f"pid {pid}, number 1 ")
+    assert facts["worker"].startswith(f"pid {pid}, incarnation 1,")
 
     told = json.loads((await run("deaths", "--json")).out)
     assert [(each["pid"], each["problem"]) for each in told["supervisors"]] == [(os.getpid(), None)]
@@ -141,7 +141,7 @@ async def test_deaths_that_are_wanted_are_none_and_an_unknown_report_is_said_to_
     await pool.stop("c")
     assert pool.deaths() == []
     none = await run("deaths")
-    assert (none.status, none.out, none.err) == (0, "", "no worker has died unasked\n")
+    assert (none.status, none.out, none.err) == (0, "", "no worker has died unexpectedly\n")
     unknown = await run("deaths", "cafe0123")
     assert (unknown.status, unknown.out) == (1, "")
     assert "no report cafe0123" in unknown.err
@@ -166,7 +166,10 @@ async def test_the_latest_deaths_are_kept_the_latest_first(open_pool: OpenPool, 
 def test_without_a_supervisor_the_commands_say_so(tmp_path: Path, command: tuple[str, ...]) -> None:
     told = CliRunner().invoke(app.app, [*command, "--state-dir", str(tmp_path / "none")])
     assert (told.exit_code, told.stdout) == (1, "")
-    assert told.stderr == f"hermes-pool: no supervisor runs in {tmp_path / 'none'}\n"
+    assert (
+        told.stderr
+        == f"hermes-pool: no supervisor is running for {tmp_path / 'none'}: start one, or check --state-dir\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -270,10 +273,7 @@ async def test_a_message_that_kills_twice_is_quarantined_shown_and_released(
     flag.touch()  # what it died of is mended
     unknown = await run("release", "c", fingerprint)
     assert unknown.status == 1
-    assert (
-        unknown.err
-        == f"hermes-pool: conversation 'c': no quarantined message has the fingerprint {fingerprint}\n"
-    )
+    assert unknown.err == f"hermes-pool: conversation 'c': no quarantined message has the fingerprint {fingerprint}\n"
     with pytest.raises(MessageQuarantinedError):
         await pool.send(key, text)
     assert (await run("release", "c", fingerprint, "--user", "ada")).out == "released\n"

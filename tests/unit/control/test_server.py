@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from hermes_pool.control import client, messages
+from hermes_pool.control import client, messages, socket_folder
 from hermes_pool.control import server as server_module
-from hermes_pool.control.client import Answer
-from hermes_pool.control.messages import ControlError, Done, Failed, Ps, PsReply, Stop
+from hermes_pool.control.client import QueryResult
+from hermes_pool.control.messages import Done, Failed, Ps, PsReply, Stop
 from hermes_pool.control.server import ControlServer
+from hermes_pool.control.socket_folder import ControlError
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import StoreError
 from hermes_pool.snapshot import SessionSnapshot
@@ -60,7 +61,7 @@ async def server(tmp_path: Path) -> AsyncIterator[ControlServer]:
     await listening.close()
 
 
-async def ask(state_dir: Path, request: messages.Request, timeout_s: float = 5.0) -> list[Answer]:
+async def ask(state_dir: Path, request: messages.Request, timeout_s: float = 5.0) -> list[QueryResult]:
     return await asyncio.to_thread(client.query, state_dir, request, timeout_s)
 
 
@@ -126,7 +127,7 @@ def hosts() -> Iterator[Hosts]:
 
 async def test_requests_and_their_responses(server, tmp_path) -> None:
     (told,) = await ask(tmp_path, Ps())
-    assert told == Answer(os.getpid(), PsReply([SESSION], os.getpid(), "1.2.3", "2026-01-02T03:04:05+00:00"))
+    assert told == QueryResult(os.getpid(), PsReply([SESSION], os.getpid(), "1.2.3", "2026-01-02T03:04:05+00:00"))
     assert [a.response for a in await ask(tmp_path, Stop("a", "b"))] == [Done("a b")]
     assert [a.response for a in await ask(tmp_path, Stop("refused"))] == [Failed("no such luck")]
     assert [a.response for a in await ask(tmp_path, messages.Deaths())] == [messages.DeathsReply([DEATH])]
@@ -164,7 +165,7 @@ async def test_nobody_runs_and_nothing_is_made(tmp_path) -> None:
 async def test_a_handler_that_takes_too_long_is_not_waited_for(server, tmp_path) -> None:
     before = time.monotonic()
     (told,) = await ask(tmp_path, Stop("late"), 0.2)
-    assert told.problem == "does not answer"
+    assert told.problem == "is not responding"
     assert time.monotonic() - before < 2
 
 
@@ -176,7 +177,7 @@ async def test_closing_hangs_up_and_leaves_nothing(tmp_path, caplog) -> None:
     await until(lambda: server._clients)
     await server.close()
     await server.close()
-    assert [a.problem.startswith("does not answer (") for a in await waiting] == [True]
+    assert [a.problem.startswith("is not responding (") for a in await waiting] == [True]
     assert caplog.text == ""
     assert list((tmp_path / "control").iterdir()) == []
     assert not where.exists()
@@ -218,9 +219,9 @@ def test_a_frozen_supervisor_costs_its_time_and_no_more(hosts, tmp_path) -> None
     before = time.monotonic()
     answers = {a.supervisor_pid: a for a in client.query(tmp_path, Ps(), 1)}
     assert time.monotonic() - before < 2
-    assert answers[frozen.pid].problem == "does not answer"
+    assert answers[frozen.pid].problem == "is not responding"
     assert answers[fine.pid].response is not None
-    # Its line of callers is full: connecting, too, has an end.
+    # Its backlog is full: connecting is bounded as well.
     with contextlib.ExitStack() as stack:
         where = next(p for p in (tmp_path / "control").glob(f"{frozen.pid}-*.sock"))
         with contextlib.suppress(BlockingIOError):
@@ -231,7 +232,7 @@ def test_a_frozen_supervisor_costs_its_time_and_no_more(hosts, tmp_path) -> None
         before = time.monotonic()
         answers = {a.supervisor_pid: a for a in client.query(tmp_path, Ps(), 0.5)}
         assert time.monotonic() - before < 1.5
-        assert answers[frozen.pid].problem == "does not answer"
+        assert answers[frozen.pid].problem == "is not responding"
 
 
 def test_what_a_killed_supervisor_left_is_removed(hosts, tmp_path) -> None:
@@ -312,7 +313,7 @@ async def test_any_state_dir_will_do(tmp_path, name, monkeypatch) -> None:
     server = ControlServer(state_dir, answer)
     where = await server.start()
     try:
-        assert len(os.fsencode(where)) <= server_module.ADDRESS_BYTES_MAX
+        assert len(os.fsencode(where)) <= socket_folder.ADDRESS_BYTES_MAX
         assert stat.S_IMODE(where.stat().st_mode) == 0o600
         # Another terminal has other variables.
         monkeypatch.delenv("XDG_RUNTIME_DIR")
@@ -352,7 +353,7 @@ async def test_a_folder_of_ours_that_is_open_to_others_is_closed(tmp_path) -> No
 
 async def test_a_state_dir_that_cannot_be_made_is_told(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ControlError, match="cannot be made"):
+    with pytest.raises(ControlError, match="cannot create"):
         await ControlServer(tmp_path / "file" / "below", answer).start()
     assert client.query(tmp_path / "file" / "below", Ps()) == []
 
@@ -361,8 +362,8 @@ async def test_another_user_is_not_listened_to(server, tmp_path, monkeypatch) ->
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     peer, ours = socket.socketpair(socket.AF_UNIX)
     with peer, ours:
-        assert messages.peer_may(ours, {os.getuid()})
-        assert not messages.peer_may(ours, {12345})
+        assert socket_folder.is_peer_allowed(ours, {os.getuid()})
+        assert not socket_folder.is_peer_allowed(ours, {12345})
 
 
 # --- bad company ------------------------------------------------------------------------------------------------------
@@ -438,8 +439,16 @@ async def test_clients_that_leave_at_once_harm_nobody(server, tmp_path) -> None:
     await until(lambda: not server._clients)
 
 
-@pytest.mark.parametrize("said", [b"", b"\0\0", b"HTTP/1.1 200 OK\r\n\r\n", wire.encode({"type": "Unheard"})])
-def test_a_strange_supervisor_is_no_trouble(hosts, tmp_path, said) -> None:
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (b"", "closed the connection"),
+        (b"\0\0", "closed the connection"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", "sent an unreadable response"),
+        (wire.encode({"type": "Unheard"}), "sent an unreadable response"),
+    ],
+)
+def test_a_strange_supervisor_is_no_trouble(hosts, tmp_path, said, problem) -> None:
     real = hosts.start(tmp_path)
     assert real.stdout.readline()
     where = Path(address(tmp_path))
@@ -459,7 +468,7 @@ def test_a_strange_supervisor_is_no_trouble(hosts, tmp_path, said) -> None:
         (told,) = client.query(tmp_path, Ps(), 5)
         thread.join()
     assert told.response is None
-    assert "answer" in told.problem
+    assert problem in told.problem
 
 
 def test_a_supervisor_of_another_host_is_left_alone(hosts, tmp_path) -> None:
@@ -468,7 +477,7 @@ def test_a_supervisor_of_another_host_is_left_alone(hosts, tmp_path) -> None:
     (pointer,) = (tmp_path / "control").glob("*.lock")
     where = Path(address(tmp_path))
     where.rename(where.with_name("away"))
-    assert "out of order" in client.query(tmp_path, Ps())[0].problem
+    assert "does not work" in client.query(tmp_path, Ps())[0].problem
     with pointer.open("r+") as file:
         file.write("elsewhere\n" + str(where))
         file.truncate()

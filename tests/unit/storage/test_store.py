@@ -15,7 +15,7 @@ from sqlmodel import Field, SQLModel
 from hermes_pool.errors import InvalidKeyError, SettingsError
 from hermes_pool.settings import SessionKey
 from hermes_pool.storage.record import SessionRecord
-from hermes_pool.storage.store import Conversation, ConversationStore, why_not_writable
+from hermes_pool.storage.store import Conversation, ConversationStore, reason_not_writable
 
 
 def test_the_users_four_keys_have_the_users_names():
@@ -79,26 +79,26 @@ def test_an_absent_member_has_its_default():
 @pytest.mark.parametrize(
     ("stored", "word"),
     [
-        ("{", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        ('{"a": NaN}', "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[1]", "agent_state is a list"),
-        ('"text"', "agent_state is a text"),
+        ("{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        ('{"a": NaN}', "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[1]", "agent_state is an array"),
+        ('"text"', "agent_state is a string"),
         ("7", "agent_state is a number"),
-        ("true", "agent_state is a truth value"),
+        ("true", "agent_state is a boolean"),
         ('{"runtime_state": 1.5}', "agent_state.runtime_state is a number"),
-        ('{"runtime_state": {"hermes": []}}', "agent_state.runtime_state.hermes is a list"),
+        ('{"runtime_state": {"hermes": []}}', "agent_state.runtime_state.hermes is an array"),
         ('{"runtime_state": {"hermes": {"schema": 2}}}', "newer"),
     ],
 )
 def test_the_reason_of_a_refusal_is_named(stored: str | bytes, word: str):
-    assert word in str(why_not_writable(stored, ("runtime_state", "hermes")))
+    assert word in str(reason_not_writable(stored, ("runtime_state", "hermes")))
 
 
 @pytest.mark.parametrize("stored", [None, "null", "{}", '{"runtime_state": null}', '{"n": ' + "9" * 5000 + "}"])
 def test_nothing_keeps_an_empty_state_from_being_written(stored: str | None):
-    assert why_not_writable(stored, ("runtime_state", "hermes")) is None
+    assert reason_not_writable(stored, ("runtime_state", "hermes")) is None
 
 
 # --- what it is made of ---
@@ -111,10 +111,10 @@ def test_nothing_keeps_an_empty_state_from_being_written(stored: str | None):
         ("postgresql+asyncpg://ada:s3cret@host/db", "psycopg"),
         ("postgresql+psycopg2://ada:s3cret@host/db", "pip install"),
         ("sqlite+aiosqlite:///file.db", "leave it out"),
-        ("sqlite://", "in memory"),
-        ("sqlite:///:memory:", "in memory"),
-        ("ada:s3cret is no URL", "cannot be read"),
-        ("postgresql://ada:s3cret@host:port/db", "cannot be read"),
+        ("sqlite://", "in-memory"),
+        ("sqlite:///:memory:", "in-memory"),
+        ("ada:s3cret is no URL", "cannot be parsed"),
+        ("postgresql://ada:s3cret@host:port/db", "cannot be parsed"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused_at_once(url: str, word: str):
@@ -143,9 +143,9 @@ def test_another_database_is_refused():
 
 def test_a_column_that_is_not_there_names_those_that_are():
     engine = sa.create_engine("sqlite://")
-    with pytest.raises(SettingsError, match="no column 'state'; it has id, agent_state"):
+    with pytest.raises(SettingsError, match="no column 'state'; its columns are id, agent_state"):
         ConversationStore(engine, state_column="state", create_rows=False)
-    with pytest.raises(SettingsError, match="no mapped class"):
+    with pytest.raises(SettingsError, match="not a mapped class"):
         ConversationStore(engine, dict, create_rows=False)
 
 
