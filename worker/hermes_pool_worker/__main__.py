@@ -12,25 +12,23 @@ site-packages of the *supervisor's* environment, and none of that may leak into 
 import os
 import sys
 
-EXIT_USAGE = 64
-EXIT_UNUSABLE = 78
-"""``EX_CONFIG``: this worker can never start; the supervisor tells the remedy and does not try again."""
-
 
 def main() -> None:
     """Own the descriptors, then serve until the supervisor closes the wire; only a guardian returns."""
-    if len(sys.argv) < 3 or os.isatty(0):
-        sys.stderr.write(
-            "This is a worker of hermes-pool. It is started by a supervisor and speaks a binary protocol on its\n"
-            "standard input and output; by hand there is nothing to see. Try: hermes-pool chat --agent echo\n"
-        )
-        sys.exit(EXIT_USAGE)
     home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH120, PTH100 - pathlib is slow to import
     sys.path.insert(0, home)
     import hermes_pool_worker  # noqa: F401, PLC0415 - this import is what the entry is for
 
     sys.path.remove(home)
-    if sys.argv[1] == "--guardian":
+    from hermes_pool_worker import contract  # noqa: PLC0415 - the standard library's modules must not come from there
+
+    if len(sys.argv) < 3 or os.isatty(0):
+        sys.stderr.write(
+            "This is a worker of hermes-pool. It is started by a supervisor and speaks a binary protocol on its\n"
+            "standard input and output; by hand there is nothing to see. Try: hermes-pool chat --agent echo\n"
+        )
+        sys.exit(contract.EXIT_USAGE)
+    if sys.argv[1] == contract.GUARDIAN_OPTION:
         from hermes_pool_worker import guardian  # noqa: PLC0415 - needs nothing of what follows
 
         guardian.run(sys.argv[2])
@@ -38,7 +36,7 @@ def main() -> None:
     from hermes_pool_worker import stdio  # noqa: PLC0415 - stdio is claimed before anything else is imported
 
     wire_in, wire_out = stdio.claim()
-    is_zygote = sys.argv[1] == "--zygote"
+    is_zygote = sys.argv[1] == contract.ZYGOTE_OPTION
     if sys.platform == "linux" and not is_zygote:
         from hermes_pool_worker import lifeline, process_tree  # noqa: PLC0415 - exist on Linux only
 
@@ -55,7 +53,7 @@ def main() -> None:
         if error.name != "msgspec":
             raise
         stdio.leave(
-            EXIT_UNUSABLE,
+            contract.EXIT_UNUSABLE,
             f"hermes-pool worker: msgspec is not installed for {sys.executable}; "
             f"run: {sys.executable} -m pip install msgspec",
         )

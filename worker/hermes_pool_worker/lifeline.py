@@ -12,13 +12,12 @@ import os
 import select
 import signal
 
-VARIABLE = "HERMES_POOL_LIFELINE"
-"""Tells a process that was just started which descriptor is its lifeline; taken out of the environment at once."""
+from hermes_pool_worker.contract import LIFELINE_VARIABLE
 
 
 def inherited() -> int | None:
     """Return the lifeline that came with the start of this process, closed to its children from now on."""
-    number = os.environ.pop(VARIABLE, "")
+    number = os.environ.pop(LIFELINE_VARIABLE, "")
     if not number.isdecimal():
         return None
     descriptor = int(number)

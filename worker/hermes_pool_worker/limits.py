@@ -7,18 +7,12 @@ agent's tools do not see it. They inherit the limits themselves, each of them it
 
 import faulthandler
 import os
-import signal
 import sys
 from collections.abc import Mapping
 
 from hermes_pool_worker import stdio
+from hermes_pool_worker.contract import EXIT_UNUSABLE, RLIMITS_VARIABLE, STACKS_SIGNAL, rlimits_from
 
-RLIMITS_VARIABLE = "HERMES_POOL_RLIMITS"
-"""Holds ``NAME=VALUE`` for each limit, with spaces between: ``RLIMIT_NOFILE=1024 RLIMIT_CORE=0``."""
-STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
-"""Asks for the stacks of all threads on stderr; ``None`` where the platform has no such signal. Hermes uses SIGUSR1 in
-its gateway, and this one nowhere."""
-EXIT_UNUSABLE = 78
 _STDERR = 2
 
 
@@ -28,14 +22,9 @@ def keep_rlimits() -> None:
     if not wanted:
         return
     try:
-        apply_rlimits(parse_rlimits(wanted))
+        apply_rlimits(rlimits_from(wanted))
     except (ValueError, OSError, ImportError) as error:
         stdio.leave(EXIT_UNUSABLE, f"hermes-pool worker: worker_rlimits cannot be set ({wanted}): {error}")
-
-
-def parse_rlimits(text: str) -> dict[str, int]:
-    """Return the limits that the variable holds; ``ValueError`` where it cannot be read."""
-    return {name: int(value) for name, value in (pair.split("=", 1) for pair in text.split())}
 
 
 def apply_rlimits(limits: Mapping[str, int]) -> None:

@@ -12,7 +12,9 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable
 
-MARKER_VARIABLE = "HERMES_POOL_WORKER"
+from hermes_pool_worker import procfs
+from hermes_pool_worker.contract import MARKER_VARIABLE, ZYGOTE, marker, marker_start
+
 ROUNDS_MAX = 50
 """How often it is looked again: what is being killed may still fork."""
 FREEZE_S = 0.3
@@ -29,11 +31,11 @@ class Process:
     __slots__ = ("began", "group", "parent", "session", "state")
 
     def __init__(self, fields: list[bytes]) -> None:
-        self.state = fields[0].decode()
-        self.parent = int(fields[1])
-        self.group = int(fields[2])
-        self.session = int(fields[3])
-        self.began = fields[19].decode()
+        self.state = fields[procfs.STATE]
+        self.parent = int(fields[procfs.PARENT])
+        self.group = int(fields[procfs.GROUP])
+        self.session = int(fields[procfs.SESSION])
+        self.began = int(fields[procfs.BEGAN])
 
 
 def adopt_orphans() -> None:
@@ -53,7 +55,7 @@ def reap_adopted() -> None:
         return
     own = os.getpid(), os.getpgrp(), os.getsid(0)
     for pid, process in _table().items():
-        if process.parent != own[0] or process.state != "Z":
+        if process.parent != own[0] or process.state != b"Z":
             continue
         if process.session not in (own[2], pid) or process.group not in (own[1], pid):
             try:
@@ -94,7 +96,7 @@ def end_orphans(leader: int, workers: Collection[int]) -> None:
     child of this process that is none of them was left by a dead one, since a living one adopts what it orphans.
     """
 
-    def found() -> dict[int, str]:
+    def found() -> dict[int, int]:
         table = _table()
         here = os.getpid()
         adopted = {
@@ -107,14 +109,14 @@ def end_orphans(leader: int, workers: Collection[int]) -> None:
     _end_all(found)
 
 
-def end_marked(marker: str) -> None:
-    """End every other process that carries this worker's marker, and everything below this one."""
-    entry = f"{MARKER_VARIABLE}={marker}".encode()
+def end_marked(own: str) -> None:
+    """End every other process that carries ``own``, this worker's marker, and everything below this one."""
+    entry = f"{MARKER_VARIABLE}={own}".encode()
 
-    def found() -> dict[int, str]:
+    def found() -> dict[int, int]:
         table = _table()
         here = os.getpid()
-        marked = {pid: each for pid, each in table.items() if pid != here and _shows(pid, entry)}
+        marked = {pid: each for pid, each in table.items() if pid != here and entry in procfs.environment(pid)}
         return _living({**marked, **below(table, {here})})
 
     _end_all(found)
@@ -126,17 +128,17 @@ def end_pool(pool: str) -> None:
     They are made to stand still first: what is below a worker that is dead cannot be told any more, and what runs
     may fork meanwhile.
     """
-    entry = f"{MARKER_VARIABLE}={pool}-".encode()
+    start = f"{MARKER_VARIABLE}={marker_start(pool)}".encode()
     here = os.getpid()
 
-    def found() -> dict[int, str]:
+    def found() -> dict[int, int]:
         table = _table()
-        owned = {pid: each for pid, each in table.items() if pid != here and _shows(pid, entry)}
+        owned = {pid: each for pid, each in table.items() if pid != here and _starts_with(pid, start)}
         family = {**owned, **below(table, owned)}
         family.pop(here, None)
         return _living(family)
 
-    frozen: dict[int, str] = {}
+    frozen: dict[int, int] = {}
     until = time.monotonic() + FREEZE_S
     while time.monotonic() < until:
         moving = {pid: began for pid, began in found().items() if frozen.get(pid) != began}
@@ -160,8 +162,8 @@ def below(table: dict[int, Process], roots: Iterable[int]) -> dict[int, Process]
     return found
 
 
-def _end_all(find: Callable[[], dict[int, str]]) -> list[int]:
-    ended: dict[int, str] = {}
+def _end_all(find: Callable[[], dict[int, int]]) -> list[int]:
+    ended: dict[int, int] = {}
     for _ in range(ROUNDS_MAX):
         found = find()
         if not found:
@@ -172,7 +174,7 @@ def _end_all(find: Callable[[], dict[int, str]]) -> list[int]:
     return list(ended)
 
 
-def _signal(pid: int, began: str, number: int) -> None:
+def _signal(pid: int, began: int, number: int) -> None:
     """Signal a process, unless its pid has become another one's meanwhile."""
     try:
         pidfd = os.pidfd_open(pid)
@@ -187,47 +189,34 @@ def _signal(pid: int, began: str, number: int) -> None:
         os.close(pidfd)
 
 
-def _living(processes: dict[int, Process]) -> dict[int, str]:
-    return {pid: process.began for pid, process in processes.items() if process.state not in "ZX" and pid > 1}
+def _living(processes: dict[int, Process]) -> dict[int, int]:
+    return {pid: process.began for pid, process in processes.items() if process.state not in b"ZX" and pid > 1}
 
 
-def _hidden(processes: dict[int, Process]) -> dict[int, str]:
+def _hidden(processes: dict[int, Process]) -> dict[int, int]:
     """Those that live and show no worker's marker; that of a zygote is shown by whatever was only forked."""
     found = {}
     for pid, began in _living(processes).items():
         shown = _marker(pid)
-        if shown is None or shown.endswith(b"-zygote"):
+        if shown is None or shown.endswith(marker("", ZYGOTE).encode()):
             found[pid] = began
     return found
 
 
 def _table() -> dict[int, Process]:
-    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - no pathlib in a zygote
-    return {pid: process for pid in pids if (process := _process(pid)) is not None}
+    return {pid: process for pid in procfs.pids() if (process := _process(pid)) is not None}
 
 
 def _process(pid: int) -> Process | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            # After the name, which is in parentheses and may hold anything.
-            return Process(file.read().rpartition(b")")[2].split(None, 20))
-    except OSError:
-        return None
+    fields = procfs.stat(pid)
+    return None if fields is None else Process(fields)
 
 
-def _shows(pid: int, entry: bytes) -> bool:
-    """Whether a process was started with this entry of the environment; one that ends with ``-`` is a beginning."""
-    return any(each == entry or (entry.endswith(b"-") and each.startswith(entry)) for each in _environment(pid))
+def _starts_with(pid: int, start: bytes) -> bool:
+    """Whether an entry of this process's environment starts with these bytes."""
+    return any(each.startswith(start) for each in procfs.environment(pid))
 
 
 def _marker(pid: int) -> bytes | None:
     name = f"{MARKER_VARIABLE}=".encode()
-    return next((each.removeprefix(name) for each in _environment(pid) if each.startswith(name)), None)
-
-
-def _environment(pid: int) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            return file.read().split(b"\0")
-    except OSError:
-        return []
+    return next((each.removeprefix(name) for each in procfs.environment(pid) if each.startswith(name)), None)

@@ -26,10 +26,7 @@ import msgspec
 
 from hermes_pool_worker import stdio, wire
 from hermes_pool_worker.agent import Agent, AgentError, MissingDependencyError, Outcome
-
-EXIT_OK = 0
-EXIT_SOFTWARE = 70
-EXIT_UNUSABLE = 78
+from hermes_pool_worker.contract import EXIT_OK, EXIT_SOFTWARE, EXIT_UNUSABLE, MARKER_VARIABLE
 
 READ_BYTES = 16 * 1024
 READ_BYTES_LARGE = 1024 * 1024
@@ -161,7 +158,7 @@ def leave_orphaned() -> NoReturn:
     if sys.platform == "linux":
         from hermes_pool_worker import process_tree  # noqa: PLC0415 - seldom needed
 
-        if marker := os.environ.get(process_tree.MARKER_VARIABLE):
+        if marker := os.environ.get(MARKER_VARIABLE):
             process_tree.end_marked(marker)
     stdio.leave(EXIT_OK)
 

@@ -27,6 +27,7 @@ import msgspec
 
 from hermes_pool_worker import lifeline, process_tree, serve, stdio
 from hermes_pool_worker.agent import MissingDependencyError
+from hermes_pool_worker.contract import DATAGRAM_BYTES_MAX, EXIT_OK, EXIT_UNUSABLE
 from hermes_pool_worker.wire import (
     Fork,
     Forked,
@@ -40,7 +41,6 @@ from hermes_pool_worker.wire import (
     ToZygote,
 )
 
-MESSAGE_BYTES_MAX = 1024 * 1024
 DESCRIPTORS = 3
 BURY_AFTER_MS = 20
 """How long a dead worker waits until what it has left is looked for: its successor, if it gets one, comes first."""
@@ -91,11 +91,11 @@ def run(wire_in: int, wire_out: int, agent_name: str) -> tuple[int, int, frozens
     before = dict(os.environ)
     request, _ = _receive(control)
     if not isinstance(request, Preload):
-        stdio.leave(serve.EXIT_OK)
+        stdio.leave(EXIT_OK)
     try:
         watched = _preload(agent_name, request)
     except MissingDependencyError as error:
-        stdio.leave(serve.EXIT_UNUSABLE, f"hermes-pool worker: {error}")
+        stdio.leave(EXIT_UNUSABLE, f"hermes-pool worker: {error}")
     FrameDecoder(ToWorker)  # so that no worker has to make its own
     after = dict(os.environ)
     changed = {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
@@ -208,9 +208,7 @@ def _become(
     try:
         os.chdir(request.cwd)
     except OSError as error:
-        stdio.leave(
-            serve.EXIT_UNUSABLE, f"hermes-pool worker: the working folder {request.cwd} cannot be used: {error}"
-        )
+        stdio.leave(EXIT_UNUSABLE, f"hermes-pool worker: the working folder {request.cwd} cannot be used: {error}")
     return stdio.claim()
 
 
@@ -252,7 +250,7 @@ def _receive(control: socket.socket) -> tuple[Any, list[int]]:
     descriptors = array.array("i")
     try:
         data, ancillary, _, _ = control.recvmsg(
-            MESSAGE_BYTES_MAX, socket.CMSG_SPACE(DESCRIPTORS * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+            DATAGRAM_BYTES_MAX, socket.CMSG_SPACE(DESCRIPTORS * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
         )
     except ConnectionError:
         data, ancillary = b"", []
@@ -279,4 +277,4 @@ def _send(control: socket.socket, message: FromZygote, descriptors: Iterable[int
 def _leave_last() -> NoReturn:
     """Leave, since the supervisor is gone, and take along all that is below."""
     process_tree.end_descendants()
-    stdio.leave(serve.EXIT_OK)
+    stdio.leave(EXIT_OK)
