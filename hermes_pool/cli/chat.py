@@ -289,7 +289,7 @@ class Exchange:
                 self._show(turn, event)
             return await turn.reply()
 
-    def _show(self, turn: "Turn", event: wire.Event) -> None:
+    def _show(self, turn: "Turn", event: wire.TurnEvent) -> None:
         terminal = self._terminal
         if event.attempt != self._attempt:
             self._attempt, self._shown = event.attempt, ""

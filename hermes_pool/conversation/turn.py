@@ -21,7 +21,7 @@ EVENT_BYTES_WAITING_MAX = 4 * 1024 * 1024
 """What the events of a turn that wait for a slow consumer may hold, about; beyond, its worker is no longer read."""
 
 
-def _size(event: wire.Event) -> int:
+def _size(event: wire.TurnEvent) -> int:
     """Return about how much an event holds. Of a piece of text, of which there may be thousands, nobody asks it."""
     return sum(len(value) for value in msgspec.structs.astuple(event) if isinstance(value, str | list))
 
@@ -103,7 +103,7 @@ class Turn:
         self.outcome: Reply | HermesPoolError | None = None
         """How it ended; ``None`` before."""
         self._host = host
-        self._events: deque[wire.Event] | None = deque() if streams else None
+        self._events: deque[wire.TurnEvent] | None = deque() if streams else None
         self._events_waiting_max = events_waiting_max
         self._bytes_waiting = 0
         self._waiters: tuple[asyncio.Future[None], ...] = ()
@@ -125,11 +125,11 @@ class Turn:
         self._consumed()
         self._host.cancel(self)
 
-    def __aiter__(self) -> AsyncIterator[wire.Event]:
+    def __aiter__(self) -> AsyncIterator[wire.TurnEvent]:
         """Iterate over the events, up to the end of the turn, whatever that is: ``reply`` tells."""
         return self
 
-    async def __anext__(self) -> wire.Event:
+    async def __anext__(self) -> wire.TurnEvent:
         """Return the next event."""
         while self._events is not None:
             if self._events:
@@ -172,7 +172,7 @@ class Turn:
 
     # --- the session's side ---
 
-    def push(self, event: wire.Event) -> None:
+    def push(self, event: wire.TurnEvent) -> None:
         """Hand an event to the caller, if the caller still listens."""
         events = self._events
         if events is None:

@@ -48,7 +48,7 @@ def main() -> None:
     # At the end: a folder of the user's must not shadow what Hermes imports by such names as "utils".
     sys.path.extend(import_paths)
     try:
-        from hermes_pool_worker import serve  # noqa: PLC0415 - needs msgspec, which may be missing
+        from hermes_pool_worker import loop  # noqa: PLC0415 - needs msgspec, which may be missing
     except ModuleNotFoundError as error:
         if error.name != "msgspec":
             raise
@@ -67,7 +67,7 @@ def main() -> None:
 
             wire_in, wire_out, born_with = zygote.run(wire_in, wire_out, agent)  # returns in each worker that it forks
         limits.keep_rlimits()
-        status = serve.serve(wire_in, wire_out, agent, int(frame_bytes_max), born_with)
+        status = loop.serve(wire_in, wire_out, agent, int(frame_bytes_max), born_with)
         stdio.leave(status, _end_what_is_hidden())
 
 

@@ -17,8 +17,8 @@ GUARDIAN_OPTION = "--guardian"
 # --- environment variables --------------------------------------------------------------------------------------------
 
 MARKER_VARIABLE = "HERMES_POOL_WORKER"
-"""Holds the marker of a process. Every process of a pool has one, and its children inherit it, so it tells which pool and
-which worker a stray process belongs to."""
+"""Holds the marker of a process. Every process of a pool has one, and its children inherit it: so a stray process shows
+which pool and which worker it belongs to."""
 LIFELINE_VARIABLE = "HERMES_POOL_LIFELINE"
 """Holds the number of the inherited descriptor that is the lifeline. The process takes it out of its environment."""
 RLIMITS_VARIABLE = "HERMES_POOL_RLIMITS"

@@ -323,29 +323,18 @@ class Reaped(Message, frozen=True):
 
 
 ToWorker: TypeAlias = Open | Prepare | Turn | Cancel | Answer | Ping | Close
-FromWorker: TypeAlias = (
-    Hello
-    | Prepared
-    | Opened
-    | TextDelta
-    | ReasoningDelta
-    | ToolStarted
-    | ToolFinished
-    | Status
-    | Question
-    | SessionMoved
-    | TurnDone
-    | TurnFailed
-    | Pong
-    | Closed
-    | Imported
-    | BackgroundStarted
-    | BackgroundFinished
-)
+StartFrame: TypeAlias = Hello | Prepared | Opened
+"""What a worker answers while it starts."""
+TurnEvent: TypeAlias = TextDelta | ReasoningDelta | ToolStarted | ToolFinished | Status | Question | SessionMoved
+"""What a caller sees of a running turn."""
+TurnEnd: TypeAlias = TurnDone | TurnFailed
+"""The last frame of a turn."""
+TurnFrame: TypeAlias = TurnEvent | TurnEnd
+"""Every frame that belongs to one attempt of one turn."""
+BackgroundFrame: TypeAlias = BackgroundStarted | BackgroundFinished
+FromWorker: TypeAlias = StartFrame | TurnFrame | BackgroundFrame | Pong | Imported | Closed
 ToZygote: TypeAlias = Preload | Fork
 FromZygote: TypeAlias = Preloaded | Forked | NotForked | Reaped
-Event: TypeAlias = TextDelta | ReasoningDelta | ToolStarted | ToolFinished | Status | Question | SessionMoved
-"""What a caller sees of a running turn."""
 
 
 def worker_takes(frame_bytes_max: int) -> int:
@@ -373,7 +362,7 @@ class FrameEncoder:
         self._limit = frame_bytes_max
         self._frame = bytearray(HEADER_BYTES)
 
-    def encode(self, message: Any) -> bytearray:
+    def encode(self, message: object) -> bytearray:
         """Return the frame of ``message``, valid until the next call; ``FrameTooLargeError`` when it is too large."""
         frame = self._frame
         try:
@@ -389,7 +378,7 @@ class FrameEncoder:
         return frame
 
 
-def encode(message: Any, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytearray:
+def encode(message: object, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytearray:
     """Return the frame of ``message``; ``FrameTooLargeError`` when it is over the limit."""
     return FrameEncoder(frame_bytes_max).encode(message)
 

@@ -25,9 +25,10 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from hermes_pool_worker import lifeline, process_tree, serve, stdio
+from hermes_pool_worker import lifeline, memory, process_tree, signals, stdio
 from hermes_pool_worker.agent import MissingDependencyError
 from hermes_pool_worker.contract import DATAGRAM_BYTES_MAX, EXIT_OK, EXIT_UNUSABLE
+from hermes_pool_worker.imports import import_agent
 from hermes_pool_worker.wire import (
     Fork,
     Forked,
@@ -81,7 +82,7 @@ def run(wire_in: int, wire_out: int, agent_name: str) -> tuple[int, int, frozens
     """
     os.close(wire_out)  # the socket has both directions
     _call_it("hermes-zygote")
-    serve.set_signals()
+    signals.reset()
     process_tree.adopt_orphans()
     lifeline_end = lifeline.inherited()
     # Only while it imports, and so could miss the end of its socket: afterwards it outlives the supervisor for as long
@@ -99,7 +100,7 @@ def run(wire_in: int, wire_out: int, agent_name: str) -> tuple[int, int, frozens
     FrameDecoder(ToWorker)  # so that no worker has to make its own
     after = dict(os.environ)
     changed = {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    serve.give_back_memory()
+    memory.give_back()
     gc.freeze()  # a collection in a fork then leaves the shared pages alone
     lifeline.disarm(armed)
     _send(control, Preloaded(os.getpid(), len(sys.modules), list(watched)))
@@ -108,7 +109,7 @@ def run(wire_in: int, wire_out: int, agent_name: str) -> tuple[int, int, frozens
 
 def _preload(agent_name: str, request: Preload) -> Iterable[str]:
     """Import the agent, let it load what it wants to share, and import what workers were seen to need."""
-    module, _ = serve.import_agent(agent_name)
+    module, _ = import_agent(agent_name)
     preload = getattr(module, "preload", None)
     watched: Iterable[str] = preload(request.options) if preload is not None else ()
     for name in request.modules:

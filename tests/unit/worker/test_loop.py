@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from hermes_pool_worker import serve, wire
+from hermes_pool_worker import loop, wire
 from hermes_pool_worker.agent import Open, Opened, Outcome, RunningTurn
+from hermes_pool_worker.sender import FrameSender
 
 
 class Napper:
@@ -38,7 +39,7 @@ class Wire:
         self.from_worker, worker_out = os.pipe()
         self.ends = [worker_in, self.to_worker, self.from_worker, worker_out]
         self.decoder: wire.FrameDecoder[Any] = wire.FrameDecoder(wire.FromWorker)
-        self.worker = serve.Worker(agent, serve.FrameSender(worker_out, 10**6), worker_in, 10**6)
+        self.worker = loop.Worker(agent, FrameSender(worker_out, 10**6), worker_in, 10**6)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
         self.thread.start()
 
@@ -69,7 +70,7 @@ def test_the_reading_is_handed_over_and_back_however_the_threads_are_scheduled(
     monkeypatch: pytest.MonkeyPatch, napping: Wire
 ) -> None:
     """A watch that never sleeps looks again before the main thread has had its turn, as it may on a busy machine."""
-    monkeypatch.setattr(serve, "WATCH_AFTER_S", 0)
+    monkeypatch.setattr(loop, "WATCH_AFTER_S", 0)
     for number in range(300):
         napping.send(wire.Turn(f"t{number}", 1, "0.001"))
         assert napping.receive().turn_id == f"t{number}"
@@ -79,8 +80,8 @@ def test_the_reading_is_handed_over_and_back_however_the_threads_are_scheduled(
 def test_a_cancel_is_seen_in_every_turn_also_after_the_watch_has_slept(
     monkeypatch: pytest.MonkeyPatch, napping: Wire
 ) -> None:
-    monkeypatch.setattr(serve, "WATCH_AFTER_S", 0.001)
-    monkeypatch.setattr(serve, "WATCH_LOOKS", 3)
+    monkeypatch.setattr(loop, "WATCH_AFTER_S", 0.001)
+    monkeypatch.setattr(loop, "WATCH_LOOKS", 3)
     asleep = napping.worker._watch_wakes
     for number in range(100):
         if number % 2:
