@@ -22,7 +22,7 @@ PACKAGE = Path(limits.__file__).parent.parent
 RUN = f"""
 import sys; sys.path.insert(0, {str(PACKAGE)!r})
 from hermes_pool_worker import limits
-limits.arm_stacks(); limits.keep_rlimits()
+limits.arm_stacks(); limits.set_rlimits()
 """
 
 
@@ -228,7 +228,7 @@ def test_both_take_less_than_a_tenth_of_a_millisecond() -> None:
     done = run(
         "import time\ntook = []\n"
         "for _ in range(50):\n"
-        "    began = time.perf_counter(); limits.arm_stacks(); limits.keep_rlimits()\n"
+        "    began = time.perf_counter(); limits.arm_stacks(); limits.set_rlimits()\n"
         "    took.append(time.perf_counter() - began)\n"
         "print(sorted(took)[25])"
     )
