@@ -39,6 +39,38 @@ def test_what_makes_no_sense_is_refused_and_named(wrong: dict[str, Any]) -> None
         PoolSettings(**wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"RLIMIT_NONSENSE": 1}, {"NOFILE": 1}, {"RLIMIT_NOFILE": "7"}, {"RLIMIT_NOFILE": -2}, {"RLIMIT_NOFILE": True}],
+    ids=str,
+)
+def test_settings_know_the_names_and_want_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="worker_rlimits"):
+        PoolSettings(worker_rlimits=wrong)
+    assert PoolSettings(worker_rlimits={"RLIMIT_CORE": 0, "RLIMIT_AS": -1})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"memory_warn_bytes": 0},
+        {"memory_warn_bytes": 2, "memory_recycle_bytes": 1},
+        {"memory_recycle_bytes": 2, "memory_kill_bytes": 1},
+        {"memory_warn_bytes": 2, "memory_kill_bytes": 1},
+        {"memory_total_bytes": -1},
+        {"memory_total_low": 0},
+        {"memory_total_low": 1.1},
+        {"worker_age_max_s": 0},
+        {"sample_s": 0},
+        {"wedged_after_s": float("nan")},
+    ],
+    ids=str,
+)
+def test_settings_of_memory_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=next(iter(wrong))):
+        PoolSettings(**wrong)
+
+
 def test_settings_are_frozen_and_their_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = PoolSettings(state_dir=Path("here"), agent_paths=("lib",), hermes_home=Path("home"))

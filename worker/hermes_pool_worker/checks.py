@@ -5,6 +5,8 @@ import msgspec
 from hermes_pool_worker import wire
 from hermes_pool_worker.agent import Outcome
 
+_BYTES = (bytes, bytearray, memoryview)
+
 
 def text(value: object) -> str:
     """Return ``value`` if it is text; raise ``TypeError`` otherwise."""
@@ -35,4 +37,5 @@ def outcome(value: object) -> Outcome:
         and (committed is None or type(committed) is str)
     ):
         return value
-    return msgspec.convert(msgspec.to_builtins(value), Outcome)
+    # Bytes stay bytes, and are refused: as "builtins" they would become text in base64.
+    return msgspec.convert(msgspec.to_builtins(value, builtin_types=_BYTES), Outcome)
