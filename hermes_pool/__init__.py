@@ -53,7 +53,6 @@ from hermes_pool.snapshot import PoolSnapshot as PoolSnapshot
 from hermes_pool.snapshot import SessionSnapshot as SessionSnapshot
 from hermes_pool.storage.record import SessionRecord as SessionRecord
 from hermes_pool_worker.wire import BackgroundFinished as BackgroundFinished
-from hermes_pool_worker.wire import Event as Event
 from hermes_pool_worker.wire import Question as Question
 from hermes_pool_worker.wire import ReasoningDelta as ReasoningDelta
 from hermes_pool_worker.wire import SessionMoved as SessionMoved
@@ -61,6 +60,7 @@ from hermes_pool_worker.wire import Status as Status
 from hermes_pool_worker.wire import TextDelta as TextDelta
 from hermes_pool_worker.wire import ToolFinished as ToolFinished
 from hermes_pool_worker.wire import ToolStarted as ToolStarted
+from hermes_pool_worker.wire import TurnEvent as TurnEvent
 
 if TYPE_CHECKING:
     from hermes_pool.conversation.reply import Reply as Reply

@@ -62,7 +62,7 @@ class WorkerState(StrEnum):
     __hash__ = str.__hash__  # the enumeration's own is Python code, and every turn asks for it
 
 
-class WorkerEvent(StrEnum):
+class WorkerChange(StrEnum):
     """What has happened to a worker."""
 
     START_BEGUN = "start_begun"
@@ -76,34 +76,34 @@ class WorkerEvent(StrEnum):
     __hash__ = str.__hash__
 
 
-WORKER: dict[WorkerState, Row[WorkerEvent, WorkerState]] = _table(
+WORKER: dict[WorkerState, Row[WorkerChange, WorkerState]] = _table(
     "worker",
     {
         WorkerState.STOPPED: {
-            WorkerEvent.START_BEGUN: WorkerState.STARTING,
+            WorkerChange.START_BEGUN: WorkerState.STARTING,
         },
         WorkerState.FAILED: {
-            WorkerEvent.START_BEGUN: WorkerState.STARTING,
+            WorkerChange.START_BEGUN: WorkerState.STARTING,
         },
         WorkerState.STARTING: {
-            WorkerEvent.OPENED: WorkerState.IDLE,
-            WorkerEvent.START_FAILED: WorkerState.FAILED,
-            WorkerEvent.STOP_BEGUN: WorkerState.STOPPING,
+            WorkerChange.OPENED: WorkerState.IDLE,
+            WorkerChange.START_FAILED: WorkerState.FAILED,
+            WorkerChange.STOP_BEGUN: WorkerState.STOPPING,
         },
         WorkerState.IDLE: {
-            WorkerEvent.TURN_BEGUN: WorkerState.BUSY,
-            WorkerEvent.STOP_BEGUN: WorkerState.STOPPING,
-            WorkerEvent.DIED: WorkerState.STOPPED,
+            WorkerChange.TURN_BEGUN: WorkerState.BUSY,
+            WorkerChange.STOP_BEGUN: WorkerState.STOPPING,
+            WorkerChange.DIED: WorkerState.STOPPED,
         },
         WorkerState.BUSY: {
-            WorkerEvent.TURN_ENDED: WorkerState.IDLE,
-            WorkerEvent.STOP_BEGUN: WorkerState.STOPPING,
-            WorkerEvent.DIED: WorkerState.STOPPED,
+            WorkerChange.TURN_ENDED: WorkerState.IDLE,
+            WorkerChange.STOP_BEGUN: WorkerState.STOPPING,
+            WorkerChange.DIED: WorkerState.STOPPED,
         },
         WorkerState.STOPPING: {
             # The turn's last frame may still come while its worker is on the way out.
-            WorkerEvent.TURN_ENDED: WorkerState.STOPPING,
-            WorkerEvent.DIED: WorkerState.STOPPED,
+            WorkerChange.TURN_ENDED: WorkerState.STOPPING,
+            WorkerChange.DIED: WorkerState.STOPPED,
         },
     },
 )
@@ -135,7 +135,7 @@ class TurnState(StrEnum):
     __hash__ = str.__hash__
 
 
-class TurnEvent(StrEnum):
+class TurnChange(StrEnum):
     """What has happened to a turn."""
 
     BEGUN = "begun"
@@ -150,35 +150,35 @@ class TurnEvent(StrEnum):
     __hash__ = str.__hash__
 
 
-TURN: dict[TurnState, Row[TurnEvent, TurnState]] = _table(
+TURN: dict[TurnState, Row[TurnChange, TurnState]] = _table(
     "turn",
     {
         # Before a worker has it there is nobody to ask for its end: it settles when its time comes.
         TurnState.QUEUED: {
-            TurnEvent.BEGUN: TurnState.STARTING,
-            TurnEvent.END_WANTED: TurnState.QUEUED,
-            TurnEvent.SETTLED: TurnState.SETTLED,
+            TurnChange.BEGUN: TurnState.STARTING,
+            TurnChange.END_WANTED: TurnState.QUEUED,
+            TurnChange.SETTLED: TurnState.SETTLED,
         },
         TurnState.STARTING: {
-            TurnEvent.HANDED_OVER: TurnState.RUNNING,
-            TurnEvent.END_WANTED: TurnState.STARTING,
-            TurnEvent.SETTLED: TurnState.SETTLED,
+            TurnChange.HANDED_OVER: TurnState.RUNNING,
+            TurnChange.END_WANTED: TurnState.STARTING,
+            TurnChange.SETTLED: TurnState.SETTLED,
         },
         TurnState.RUNNING: {
-            TurnEvent.END_WANTED: TurnState.CANCELLING,
-            TurnEvent.WORKER_DIED: TurnState.RECOVERING,
-            TurnEvent.SETTLED: TurnState.SETTLED,
+            TurnChange.END_WANTED: TurnState.CANCELLING,
+            TurnChange.WORKER_DIED: TurnState.RECOVERING,
+            TurnChange.SETTLED: TurnState.SETTLED,
         },
         # A worker that dies while its turn is being cancelled ends that turn: nothing is left to recover.
         TurnState.CANCELLING: {
-            TurnEvent.SETTLED: TurnState.SETTLED,
+            TurnChange.SETTLED: TurnState.SETTLED,
         },
         # One recovery at a time: it finds by itself that its new worker has died, or that the end is wanted.
         TurnState.RECOVERING: {
-            TurnEvent.HANDED_OVER: TurnState.RUNNING,
-            TurnEvent.END_WANTED: TurnState.RECOVERING,
-            TurnEvent.WORKER_DIED: TurnState.RECOVERING,
-            TurnEvent.SETTLED: TurnState.SETTLED,
+            TurnChange.HANDED_OVER: TurnState.RUNNING,
+            TurnChange.END_WANTED: TurnState.RECOVERING,
+            TurnChange.WORKER_DIED: TurnState.RECOVERING,
+            TurnChange.SETTLED: TurnState.SETTLED,
         },
         TurnState.SETTLED: {},
     },

@@ -20,7 +20,8 @@ from packaging.utils import canonicalize_name
 
 import hermes_pool
 from hermes_pool import PoolSettings, errors
-from hermes_pool.lifecycle import WorkerEvent, WorkerState
+from hermes_pool.lifecycle import WorkerChange, WorkerState
+from hermes_pool_worker import contract
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPERVISOR = ROOT / "hermes_pool"
@@ -73,6 +74,9 @@ THIRD_PARTY = {
     "cli": {"rich", "typer"},
 }
 """The libraries that each room knows."""
+
+SHARED = {"wire", "contract", "procfs"}
+"""The modules of the worker's package that the supervisor imports as well."""
 
 HERMES = {
     "agent", "gateway", "hermes_cli", "hermes_constants", "hermes_state", "model_tools", "run_agent", "tools", "utils",
@@ -151,11 +155,26 @@ def test_each_library_is_known_in_one_place(file):
 
 
 @pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
-def test_the_supervisor_knows_of_the_worker_its_wire_and_its_place_only(file):
+def test_the_supervisor_knows_of_the_worker_only_what_both_sides_share(file):
     taken = {name.split(".")[1] for name in imports(file) if name.startswith("hermes_pool_worker.")}
     bare = "hermes_pool_worker" in set(imports(file))
-    assert taken <= {"wire"}
+    assert taken <= SHARED
     assert not bare or file.stem == "factory", "only the start of workers needs the folder"
+
+
+@pytest.mark.parametrize("name", sorted(SHARED - {"wire"}))
+def test_what_both_sides_share_beside_the_wire_needs_the_standard_library_only(name):
+    assert tops(WORKER / f"{name}.py") <= sys.stdlib_module_names
+
+
+def test_what_both_sides_agree_on_is_written_once():
+    agreed = {
+        value for value in vars(contract).values() if isinstance(value, str) and value.startswith(("HERMES", "--"))
+    }
+    assert len(agreed) == 5
+    for file in {*sources(SUPERVISOR), *sources(WORKER)} - {WORKER / "contract.py"}:
+        constants = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+        assert not agreed & constants, f"{file} writes again what is in contract.py"
 
 
 @pytest.mark.parametrize("file", **named(sources(WORKER)))
@@ -366,7 +385,7 @@ def readme() -> str:
 
 def test_the_readme_names_every_state_and_event(readme):
     words = set(re.findall(r"\w+", readme.lower()))
-    assert {str(name) for name in (*WorkerState, *WorkerEvent)} <= words
+    assert {str(name) for name in (*WorkerState, *WorkerChange)} <= words
 
 
 def setting_paths() -> Iterator[str]:
@@ -411,17 +430,3 @@ def test_every_direct_dependency_is_pinned_within_its_range():
             (specifier,) = specifiers
             assert specifier.operator == "=="
             assert requirement.specifier.contains(specifier.version)
-
-
-def test_what_both_sides_say_is_the_same_though_they_share_no_module():
-    from hermes_pool.process import connection, environment, spawn
-    from hermes_pool.system import processes
-    from hermes_pool_worker import __main__ as program
-    from hermes_pool_worker import lifeline, limits, process_tree, serve
-
-    assert processes.MARKER_VARIABLE == process_tree.MARKER_VARIABLE
-    assert spawn.LIFELINE_VARIABLE == lifeline.VARIABLE
-    assert processes.STACKS_SIGNAL == limits.STACKS_SIGNAL
-    assert environment.RLIMITS_VARIABLE == limits.RLIMITS_VARIABLE
-    assert limits.EXIT_UNUSABLE == serve.EXIT_UNUSABLE
-    assert connection.EXIT_UNUSABLE == serve.EXIT_UNUSABLE == program.EXIT_UNUSABLE

@@ -291,7 +291,7 @@ class Exchange:
                 self._show_event(turn, event)
             return await turn.reply()
 
-    def _show_event(self, turn: "Turn", event: wire.Event) -> None:
+    def _show_event(self, turn: "Turn", event: wire.TurnEvent) -> None:
         terminal = self._terminal
         if event.attempt != self._attempt:
             self._attempt, self._shown = event.attempt, ""

@@ -13,7 +13,7 @@ import msgspec
 
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.errors import HermesPoolError
-from hermes_pool.lifecycle import TURN, TurnEvent, TurnState
+from hermes_pool.lifecycle import TURN, TurnChange, TurnState
 from hermes_pool_worker import wire
 
 CALLS_KEPT = 1000
@@ -70,13 +70,13 @@ class ActiveTurn:
         self.lags = False
         """Whether too many events wait: the worker is not read until they are consumed."""
         self._drained = drained
-        self._events: deque[wire.Event] | None = deque() if streams else None
+        self._events: deque[wire.TurnEvent] | None = deque() if streams else None
         self._bytes_waiting = 0
         self._waiters: tuple[asyncio.Future[None], ...] = ()
 
     # --- the session's side ---
 
-    def push(self, event: wire.Event) -> None:
+    def push(self, event: wire.TurnEvent) -> None:
         """Hand an event to the caller, if the caller still listens."""
         events = self._events
         if events is None:
@@ -108,18 +108,18 @@ class ActiveTurn:
 
     def settle(self, outcome: Reply | HermesPoolError) -> None:
         """End the turn with its outcome, once and for good."""
-        self.state = TURN[self.state][TurnEvent.SETTLED]
+        self.state = TURN[self.state][TurnChange.SETTLED]
         self.outcome = outcome
         if self._waiters:
             self._wake()
 
     # --- the caller's side ---
 
-    def __aiter__(self) -> AsyncIterator[wire.Event]:
+    def __aiter__(self) -> AsyncIterator[wire.TurnEvent]:
         """Iterate over the events, up to the end of the turn."""
         return self
 
-    async def __anext__(self) -> wire.Event:
+    async def __anext__(self) -> wire.TurnEvent:
         """Return the next event."""
         while self._events is not None:
             if self._events:
@@ -169,6 +169,6 @@ class ActiveTurn:
                 waiter.set_result(None)
 
 
-def _size(event: wire.Event) -> int:
+def _size(event: wire.TurnEvent) -> int:
     """Return about how many bytes an event holds. Not for a piece of text: there may be thousands."""
     return sum(len(value) for value in msgspec.structs.astuple(event) if isinstance(value, str | list))

@@ -27,7 +27,7 @@ from hermes_pool.errors import (
     TurnTimeoutError,
     WorkerStartError,
 )
-from hermes_pool.lifecycle import TURN, TurnEvent, TurnState, WorkerState
+from hermes_pool.lifecycle import TURN, TurnChange, TurnState, WorkerState
 from hermes_pool.policy import recovery
 from hermes_pool.policy.quarantine import Quarantine
 from hermes_pool.policy.recovery import Decision, Replacement, TurnFacts
@@ -231,7 +231,7 @@ class Session:
             self._refuse(turn, error)
             raise
         try:
-            turn.state = TURN[turn.state][TurnEvent.BEGUN]
+            turn.state = TURN[turn.state][TurnChange.BEGUN]
             self._begun = turn
             if self.quarantine.killers:
                 self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
@@ -256,7 +256,7 @@ class Session:
         if turn.state is TurnState.SETTLED or turn.ending is not None:
             return
         turn.ending = ending
-        turn.state = TURN[turn.state][TurnEvent.END_WANTED]
+        turn.state = TURN[turn.state][TurnChange.END_WANTED]
         connection = self.slot.connection
         if turn.state is TurnState.CANCELLING and self.state is WorkerState.BUSY and connection is not None:
             connection.send(wire.Cancel(turn.turn_id, turn.attempt))
@@ -345,7 +345,7 @@ class Session:
         now = self._loop.time()
         turn.began_at = turn.began_at or now
         turn.heard_at = now
-        turn.state = TURN[turn.state][TurnEvent.HANDED_OVER]
+        turn.state = TURN[turn.state][TurnChange.HANDED_OVER]
         self.slot.hand_over(turn)
         self._deadlines.watch(turn)
 
@@ -493,7 +493,7 @@ class Session:
             self.metadata.save_soon()
             return
         if turn.state is TurnState.RECOVERING:  # its new worker had opened and done nothing else: the recovery will see
-            turn.state = TURN[turn.state][TurnEvent.WORKER_DIED]
+            turn.state = TURN[turn.state][TurnChange.WORKER_DIED]
             turn.deaths += 1
             return
         if turn.ending is None:
@@ -502,7 +502,7 @@ class Session:
                 self.quarantine.note_death(turn.text)
         decision = recovery.after_death(self._facts(turn))
         if decision is Decision.REPLACE:
-            turn.state = TURN[turn.state][TurnEvent.WORKER_DIED]
+            turn.state = TURN[turn.state][TurnChange.WORKER_DIED]
             self._services.in_background(self._recover(turn, report))
         elif decision is Decision.END:
             if isinstance(turn.ending, TurnTimeoutError):

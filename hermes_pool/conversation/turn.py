@@ -61,11 +61,11 @@ class Turn:
         self._turn.drop_events()
         self._session.cancel(self._turn)
 
-    def __aiter__(self) -> AsyncIterator[wire.Event]:
+    def __aiter__(self) -> AsyncIterator[wire.TurnEvent]:
         """Iterate over the events, up to the end of the turn, however it ends: ``reply`` tells."""
         return self._turn
 
-    async def __anext__(self) -> wire.Event:
+    async def __anext__(self) -> wire.TurnEvent:
         """Return the next event."""
         return await self._turn.__anext__()
 

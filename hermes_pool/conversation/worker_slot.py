@@ -27,7 +27,7 @@ from hermes_pool.errors import (
     WorkerStartError,
     WorkerUnusableError,
 )
-from hermes_pool.lifecycle import ALIVE, WORKER, WorkerEvent, WorkerState
+from hermes_pool.lifecycle import ALIVE, WORKER, WorkerChange, WorkerState
 from hermes_pool.policy.breakers import RestartBudget
 from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, Sample
 from hermes_pool.process.connection import WorkerConnection
@@ -150,12 +150,12 @@ class WorkerSlot:
         try:
             await admission.make_room(self.occupant)
             admission.check_open(self.occupant)
-            self.became(WorkerEvent.START_BEGUN)
+            self.became(WorkerChange.START_BEGUN)
             try:
                 connection = await self._services.factory.start(self._id, self._request(), self, self._launch_failed)
             except asyncio.CancelledError:  # the connection saw to the process before it let go
-                self.became(WorkerEvent.STOP_BEGUN)
-                self.became(WorkerEvent.DIED)
+                self.became(WorkerChange.STOP_BEGUN)
+                self.became(WorkerChange.DIED)
                 raise
             except Exception as error:
                 self._start_failed(error)
@@ -186,7 +186,7 @@ class WorkerSlot:
         self._metadata.start_failed(error)
         if isinstance(error, WorkerStartError) and not isinstance(error, _OF_THE_POOL):
             self.restart_budget.note_death()
-        self.became(WorkerEvent.START_FAILED, error=str(error))
+        self.became(WorkerChange.START_FAILED, error=str(error))
 
     def _take(self, connection: WorkerConnection) -> wire.Opened:
         opened, process = connection.opened, connection.process
@@ -199,7 +199,7 @@ class WorkerSlot:
         self.jobs.rest()
         replaces, self.unreplaced = self.unreplaced is not None, None
         self._on_ready(opened)
-        self.became(WorkerEvent.OPENED, resumed=opened.resumed, steps=connection.steps)
+        self.became(WorkerChange.OPENED, resumed=opened.resumed, steps=connection.steps)
         if opened.notice is not None:
             self._log.warning("not_resumed", notice=opened.notice)
         self._metadata.opened(opened, (process.pid, process.create_time), replaces=replaces)
@@ -211,7 +211,7 @@ class WorkerSlot:
         """Give the worker, which is idle, a turn."""
         assert self.connection is not None  # noqa: S101 - for the type checker: an idle worker is there
         self.turn = turn
-        self.became(WorkerEvent.TURN_BEGUN)
+        self.became(WorkerChange.TURN_BEGUN)
         self.connection.hand_over(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
 
     def turn_settled(self) -> None:
@@ -219,7 +219,7 @@ class WorkerSlot:
         turn, self.turn = self.turn, None
         self.jobs.rest()
         if self.state is WorkerState.BUSY or self.state is WorkerState.STOPPING:
-            self.became(WorkerEvent.TURN_ENDED)
+            self.became(WorkerChange.TURN_ENDED)
         if self.connection is None:
             self._services.admission.changed(self.occupant, self.state)  # it has kept its permit for the turn
         elif turn is not None and turn.lags:
@@ -246,7 +246,7 @@ class WorkerSlot:
         """
         connection = self.connection
         if connection is not None and (self.state is WorkerState.IDLE or self.state is WorkerState.BUSY):
-            self.became(WorkerEvent.STOP_BEGUN, reason=reason)
+            self.became(WorkerChange.STOP_BEGUN, reason=reason)
             timeouts = self._services.settings.timeouts
             self._end(connection.stop(timeouts.close_grace_s, timeouts.term_grace_s))
         if self._ending is None:
@@ -281,7 +281,7 @@ class WorkerSlot:
         if self.state is not WorkerState.BUSY and (self.state is not WorkerState.IDLE or diagnosis is not None):
             return
         if wanted:
-            self.became(WorkerEvent.STOP_BEGUN, reason=reason)
+            self.became(WorkerChange.STOP_BEGUN, reason=reason)
             self._end(self._kill(connection, reason, hangs=turn is not None))
             await self.stop(reason)
             return
@@ -399,7 +399,7 @@ class WorkerSlot:
             return  # it never became ready: its start reports it
         worker, metadata, turn = self._metadata.worker, self._metadata, self.turn
         self.connection = self.diagnosis = self.retiring = None
-        self.became(WorkerEvent.DIED, exit=str(death), wanted=death.wanted)
+        self.became(WorkerChange.DIED, exit=str(death), wanted=death.wanted)
         report = report_of(
             connection,
             death,
@@ -435,11 +435,11 @@ class WorkerSlot:
 
     # --- the table ---
 
-    def became(self, event: WorkerEvent, **facts: Any) -> None:
+    def became(self, event: WorkerChange, **facts: Any) -> None:
         """Make a transition and announce it; the facts go into the log."""
         before = self.state
         self.state = WORKER[before][event]
-        if event is WorkerEvent.TURN_BEGUN or event is WorkerEvent.TURN_ENDED:
+        if event is WorkerChange.TURN_BEGUN or event is WorkerChange.TURN_ENDED:
             if self._logs_turns:
                 self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
         elif self._logs_changes:

@@ -21,10 +21,7 @@ from hermes_pool.process.launcher import Command, Exit, Launcher, WorkerProcess
 from hermes_pool.process.stderr_tail import LINES_KEPT, StderrTail
 from hermes_pool.system import processes
 from hermes_pool.system.threads import in_thread_or_here
-from hermes_pool_worker import wire
-
-EXIT_UNUSABLE = 78
-"""``EX_CONFIG``: the worker says that it can never start like this, and why, in its last line."""
+from hermes_pool_worker import contract, wire
 
 LAST_BYTES_S = 0.25
 """How long a dead worker's pipe may stay open (a tool may hold it) before its last bytes count as read."""
@@ -178,7 +175,7 @@ class WorkerConnection:
 
     def _died_early(self, death: Death, step: str) -> WorkerStartError:
         tail = death.stderr_tail
-        if death.exit.returncode == EXIT_UNUSABLE and death.cause is None:
+        if death.exit.returncode == contract.EXIT_UNUSABLE and death.cause is None:
             remedy = tail[-1] if tail else "it did not say why"
             return WorkerUnusableError(f"no worker can start like this: {remedy}", step=step, stderr_tail=tail[:-1])
         return WorkerStartError(f"the worker {death} before it was ready (step {step!r})", step=step, stderr_tail=tail)
@@ -210,13 +207,13 @@ class WorkerConnection:
         The signal interrupts system calls of the worker: ask only right before a kill.
         """
         process = self.process
-        if process is None or processes.STACKS_SIGNAL is None or self._exit is not None:
+        if process is None or contract.STACKS_SIGNAL is None or self._exit is not None:
             return ()
-        if not await in_thread_or_here(partial(processes.catches, process.pid, processes.STACKS_SIGNAL)):
+        if not await in_thread_or_here(partial(processes.catches, process.pid, contract.STACKS_SIGNAL)):
             return ()
         lines: list[str] = []
         self._overhears = lines.append
-        process.send_signal(processes.STACKS_SIGNAL)
+        process.send_signal(contract.STACKS_SIGNAL)
         told = -1
         loop = asyncio.get_running_loop()
         end = loop.time() + STACKS_S

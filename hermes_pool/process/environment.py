@@ -7,6 +7,7 @@ an agent with a shell, so whatever it can read, a model can read.
 from collections.abc import Mapping
 
 from hermes_pool.settings import PoolSettings
+from hermes_pool_worker.contract import RLIMITS_VARIABLE, rlimits_text
 
 PASSED_ON = frozenset(
     {
@@ -24,9 +25,6 @@ PASSED_ON = frozenset(
     }
 )  # fmt: skip
 
-RLIMITS_VARIABLE = "HERMES_POOL_RLIMITS"
-"""Tells a worker which limits it sets for itself."""
-
 
 def worker_environment(settings: PoolSettings, host: Mapping[str, str]) -> dict[str, str]:
     """Return the whole environment of a worker. ``host`` is the supervisor's own."""
@@ -40,5 +38,5 @@ def worker_environment(settings: PoolSettings, host: Mapping[str, str]) -> dict[
     environment["PYTHONUTF8"] = "1"
     environment.update(settings.worker_env)
     if settings.worker_rlimits:
-        environment[RLIMITS_VARIABLE] = " ".join(f"{name}={value}" for name, value in settings.worker_rlimits.items())
+        environment[RLIMITS_VARIABLE] = rlimits_text(settings.worker_rlimits)
     return environment

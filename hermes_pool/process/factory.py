@@ -26,10 +26,10 @@ from hermes_pool.process.spawn import HAS_PIDFD, SpawnLauncher
 from hermes_pool.process.zygote import ZygoteLauncher
 from hermes_pool.settings import PoolSettings
 from hermes_pool.system.file_stamps import stamps_of
-from hermes_pool.system.processes import MARKER_VARIABLE
 from hermes_pool.system.state_dir import WORKSPACE
 from hermes_pool.system.threads import in_thread
 from hermes_pool_worker import wire
+from hermes_pool_worker.contract import GUARDIAN, GUARDIAN_OPTION, MARKER_VARIABLE, ZYGOTE, marker
 
 LAUNCHES_MAX = 2
 """How many workers one start may try: a start that failed once may have had bad luck, twice has a reason."""
@@ -50,13 +50,13 @@ class WorkerFactory:
         self._data_dir = str(settings.state_dir / "agents" / settings.agent.replace(":", "_"))
         self._log = log
         self._pool = secrets.token_hex(8)
-        self._markers = (f"{self._pool}-{number}" for number in count(1))
+        self._markers = (marker(self._pool, number) for number in count(1))
         self._orphans = Orphans(settings.state_dir, self._pool, log)
         self._sweeping: set[asyncio.Task[None]] = set()
         self._lifeline = Lifeline(
             # The host's own interpreter: that of the workers may be anything.
-            (sys.executable, "-I", "-S", str(WORKER_PROGRAM), "--guardian", self._pool),
-            {MARKER_VARIABLE: f"{self._pool}-guardian"},
+            (sys.executable, "-I", "-S", str(WORKER_PROGRAM), GUARDIAN_OPTION, self._pool),
+            {MARKER_VARIABLE: marker(self._pool, GUARDIAN)},
             log,
         )
         self._launcher = self._choose_launcher(log)
@@ -73,7 +73,7 @@ class WorkerFactory:
         if settings.launcher == "spawn":
             return SpawnLauncher(self._lifeline.inherit)
         return ZygoteLauncher(
-            self._command(**{MARKER_VARIABLE: f"{self._pool}-zygote"}),
+            self._command(**{MARKER_VARIABLE: marker(self._pool, ZYGOTE)}),
             settings.agent_options,
             settings.state_dir / "preload",
             settings.timeouts.start_s / 2,  # so that the same start may still go the other way

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from hermes_pool.system import processes
 from hermes_pool.system.processes import IdentityCheck
+from hermes_pool_worker import procfs
 
 SWEEP_S = 5.0
 """How long the orphans of others are looked for at most; what remains is found at the next start."""
@@ -183,8 +184,5 @@ def _system() -> str:
 
 def _began(pid: int) -> int | None:
     """Return the start time of a process in ticks since the boot (Linux)."""
-    try:
-        line = Path(f"/proc/{pid}/stat").read_bytes()
-        return int(line[line.rindex(b")") + 2 :].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
+    fields = procfs.stat(pid)
+    return None if fields is None else int(fields[procfs.BEGAN])

@@ -12,6 +12,7 @@ import psutil
 
 from hermes_pool.process.launcher import Command, Exit, Listener, WorkerProcess
 from hermes_pool.process.pipes import ChildPipes
+from hermes_pool_worker.contract import LIFELINE_VARIABLE
 
 
 class PidfdProcess:
@@ -66,10 +67,6 @@ class PidfdProcess:
     def close(self) -> None:
         """Let go of the pipes."""
         self._pipes.close()
-
-
-LIFELINE_VARIABLE = "HERMES_POOL_LIFELINE"
-"""The environment variable that tells a process which of its descriptors is the lifeline."""
 
 
 def with_lifeline(environment: Mapping[str, str], descriptor: int | None) -> dict[str, Any]:

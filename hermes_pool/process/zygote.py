@@ -28,7 +28,8 @@ from hermes_pool.process.launcher import Command, Exit, Listener, WorkerProcess
 from hermes_pool.process.pipes import ChildPipes
 from hermes_pool.process.spawn import PidfdProcess, SpawnLauncher, with_lifeline
 from hermes_pool.system.file_stamps import Stamps, stamps_of
-from hermes_pool_worker import wire
+from hermes_pool_worker import procfs, wire
+from hermes_pool_worker.contract import DATAGRAM_BYTES_MAX, ZYGOTE_OPTION
 
 LEAVE_S = 3.0
 """How long a zygote may take to leave by itself."""
@@ -40,7 +41,6 @@ LEARNT_CHARS_MAX = 100_000
 """All names of modules that are remembered, together: they go to a zygote in one datagram. Hermes has 30,000."""
 MODULES_WORTH_IT = 10
 """A zygote is replaced when workers had to import at least this many modules themselves."""
-MESSAGE_BYTES_MAX = 1024 * 1024
 STDERR_BYTES_KEPT = 4096
 
 
@@ -64,7 +64,7 @@ class ZygoteLauncher:
         hears of each worker that died after its zygote, which else ends what a worker leaves in its session.
         """
         interpreter, flag, program, *arguments = command.argv
-        self._command = Command((interpreter, flag, program, "--zygote", *arguments), command.env, command.cwd)
+        self._command = Command((interpreter, flag, program, ZYGOTE_OPTION, *arguments), command.env, command.cwd)
         self._options = dict(options)
         self._ready_timeout_s = ready_timeout_s
         key = hashlib.blake2b("\0".join(command.argv).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
@@ -352,7 +352,7 @@ class Zygote:
         descriptors = array.array("i")
         try:
             data, ancillary, _, _ = self._control.recvmsg(
-                MESSAGE_BYTES_MAX, socket.CMSG_SPACE(descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+                DATAGRAM_BYTES_MAX, socket.CMSG_SPACE(descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return
@@ -454,21 +454,15 @@ def _status_of_zombie(pid: int, pidfd: int) -> Exit | None:
 
     It has to be woken for that, which doubles the time until a death is known.
     """
+    fields = procfs.stat(pid, procfs.EXIT_STATUS)
     try:
-        stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-        try:
-            fields = os.read(stat, 4096).rpartition(b")")[2].split()
-        finally:
-            os.close(stat)
         signal.pidfd_send_signal(pidfd, 0)  # it is still there, so what was read is of no other process
-        status = int(fields[_EXIT_CODE])
-    except (OSError, IndexError, ValueError):
+    except OSError:
         return None
-    # 0 is also what one sees who may not see it.
-    return Exit(os.waitstatus_to_exitcode(status)) if fields[0] == b"Z" and status else None
+    if fields is None or fields[procfs.STATE] != b"Z":
+        return None
+    status = int(fields[procfs.EXIT_STATUS])
+    return Exit(os.waitstatus_to_exitcode(status)) if status else None
 
-
-_EXIT_CODE = 49
-"""Its place among the fields of /proc/PID/stat, counted from the one after the name."""
 
 _decode = msgspec.msgpack.Decoder(wire.FromZygote).decode

@@ -21,11 +21,8 @@ from typing import Final, Literal
 
 import psutil
 
-MARKER_VARIABLE: Final = "HERMES_POOL_WORKER"
-"""The environment variable that every worker carries and its tools inherit; its value tells whose they are."""
-
-STACKS_SIGNAL: Final = getattr(signal, "SIGUSR2", None)
-"""Asks a worker for the Python stacks of all its threads, on its stderr; ``None`` where there is no such signal."""
+from hermes_pool_worker import procfs
+from hermes_pool_worker.contract import MARKER_VARIABLE, marker_start
 
 CREATE_TIME_TOLERANCE_S: Final = 1.5
 """How far two readings of one process' create time may lie apart. Linux derives it from a boot time that is told in
@@ -152,7 +149,7 @@ def marked(marker: str) -> list[psutil.Process]:
 
 def of_pool(pool: str) -> list[psutil.Process]:
     """Return the living processes that carry any marker of a pool (``<pool>-...``), and what is below those."""
-    beginning = os.fsencode(f"{MARKER_VARIABLE}={pool}-")
+    beginning = os.fsencode(f"{MARKER_VARIABLE}={marker_start(pool)}")
     children = _children()
     found: dict[int, psutil.Process] = {}
     for pid in psutil.pids():
@@ -177,11 +174,8 @@ def own_tree(pid: int) -> set[int]:
 def is_frozen(pid: int) -> bool:
     """Say whether a process is stopped by a signal or a debugger. Quick (20 us), and meant for a child that lives."""
     if sys.platform == "linux":
-        try:
-            line = Path(f"/proc/{pid}/stat").read_bytes()
-        except OSError:
-            return False
-        return line[line.rindex(b")") + 2 :][:1] in b"Tt"
+        fields = procfs.stat(pid, procfs.STATE)
+        return fields is not None and fields[procfs.STATE] in b"Tt"
     try:
         return psutil.Process(pid).status() in _FROZEN
     except (psutil.Error, OSError):
@@ -331,11 +325,8 @@ def _childless(pid: int) -> bool:
 def _parent(pid: int) -> int | None:
     if sys.platform == "linux":
         # A quarter of what psutil takes, which reads the same line but makes an object of it.
-        try:
-            line = Path(f"/proc/{pid}/stat").read_bytes()
-            return int(line[line.rindex(b")") + 2 :].split(maxsplit=2)[1])
-        except (OSError, ValueError, IndexError):
-            return None
+        fields = procfs.stat(pid, procfs.PARENT)
+        return None if fields is None else int(fields[procfs.PARENT])
     try:
         return psutil.Process(pid).ppid()
     except (psutil.Error, OSError):
@@ -344,10 +335,7 @@ def _parent(pid: int) -> int | None:
 
 def _environment(pid: int) -> list[bytes]:
     if sys.platform == "linux":
-        try:
-            return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            return []
+        return procfs.environment(pid)
     try:
         return [os.fsencode(f"{name}={value}") for name, value in psutil.Process(pid).environ().items()]
     except (psutil.Error, OSError):

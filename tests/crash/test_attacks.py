@@ -341,7 +341,7 @@ async def test_a_flood_that_nobody_reads_is_slowed_down_or_dropped(
     turn = pool.turn("c", "")
     data, times = floods(turn.turn_id)[kind]()
     tmp_path.joinpath("flood").write_bytes(data)
-    turn.text = f"flood/wire/{times}"
+    turn._turn.text = f"flood/wire/{times}"
     del data
     with complaints() as complained, memory_growth() as growth:
         async with innocent(pool) as seen, turn:

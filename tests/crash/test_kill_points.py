@@ -46,7 +46,7 @@ class Ended:
     """How a turn ended, and what its caller saw of it."""
 
     outcome: Reply | HermesPoolError
-    events: list[wire.Event]
+    events: list[wire.TurnEvent]
 
     @property
     def attempts(self) -> set[int]:
@@ -54,7 +54,7 @@ class Ended:
 
 
 async def turn_of(pool: Pool, text: str, name: str = "c") -> Ended:
-    events: list[wire.Event] = []
+    events: list[wire.TurnEvent] = []
     try:
         async with pool.turn(name, text) as turn:
             async for event in turn:

@@ -32,7 +32,7 @@ from hermes_pool.errors import (
     WorkerStartTimeoutError,
     WorkerUnusableError,
 )
-from hermes_pool.lifecycle import WORKER, WorkerEvent, WorkerState
+from hermes_pool.lifecycle import WORKER, WorkerChange, WorkerState
 from hermes_pool_worker import wire
 
 Faulty = Callable[..., dict[str, Any]]
@@ -283,14 +283,14 @@ class Told(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self.changes: list[tuple[WorkerState, WorkerEvent, WorkerState]] = []
+        self.changes: list[tuple[WorkerState, WorkerChange, WorkerState]] = []
         self.failed_tries = 0
         self._read = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         found = self.LINE.match(record.getMessage())
         if found and found[2]:
-            self.changes.append((WorkerState(found[3]), WorkerEvent(found[1]), WorkerState(found[2])))
+            self.changes.append((WorkerState(found[3]), WorkerChange(found[1]), WorkerState(found[2])))
         elif found and found[1] == "start_failed":
             self.failed_tries += 1
 

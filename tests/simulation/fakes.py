@@ -123,7 +123,7 @@ class Call:
     task: "asyncio.Task[None] | None" = None
     turn: Turn | None = None
     turn_id: str | None = None
-    events: list[wire.Event] = field(default_factory=list)
+    events: list[wire.TurnEvent] = field(default_factory=list)
     read_to_the_end: bool = False
     outcome: Reply | BaseException | None = None
     ended_at: float | None = None
@@ -147,7 +147,7 @@ class HandOver:
     connection: "FakeConnection"
     turn: wire.Turn
     at: float
-    sent: list[wire.Event] = field(default_factory=list)
+    sent: list[wire.TurnEvent] = field(default_factory=list)
     tools: list[str] = field(default_factory=list)
     done: wire.TurnDone | None = None
     failed: bool = False
@@ -621,7 +621,7 @@ class FakeConnection:
         return self._loop.call_later(seconds, act) if seconds else self._loop.call_soon(act)
 
     def _emit(self, message: wire.Message) -> None:
-        if self._has is not None and isinstance(message, wire.Event):
+        if self._has is not None and isinstance(message, wire.TurnEvent):
             ours = (message.turn_id, message.attempt) == (self._has.turn.turn_id, self._has.turn.attempt)
             if ours:
                 self._has.sent.append(message)

@@ -9,15 +9,15 @@ from hermes_pool.lifecycle import (
     TURN,
     WORKER,
     ImpossibleTransitionError,
-    TurnEvent,
+    TurnChange,
     TurnState,
-    WorkerEvent,
+    WorkerChange,
     WorkerState,
 )
 
 TABLES: list[tuple[Mapping[Any, Mapping[Any, Any]], type[StrEnum], type[StrEnum]]] = [
-    (WORKER, WorkerState, WorkerEvent),
-    (TURN, TurnState, TurnEvent),
+    (WORKER, WorkerState, WorkerChange),
+    (TURN, TurnState, TurnChange),
 ]
 
 
@@ -59,7 +59,7 @@ def test_only_a_death_or_a_failed_start_leads_to_a_state_without_a_process() -> 
     for state in ALIVE:
         for event, then in WORKER[state].items():
             if then not in ALIVE:
-                assert event in (WorkerEvent.DIED, WorkerEvent.START_FAILED)
+                assert event in (WorkerChange.DIED, WorkerChange.START_FAILED)
 
 
 def test_every_state_of_a_worker_can_be_reached_and_left_for_a_new_start() -> None:
@@ -72,11 +72,11 @@ def test_every_state_of_a_turn_can_be_reached_and_ends_settled_for_good() -> Non
     assert reachable(TURN, TurnState.QUEUED) == set(TurnState)
     assert not TURN[TurnState.SETTLED]
     for state in set(TurnState) - {TurnState.SETTLED}:
-        assert TURN[state][TurnEvent.SETTLED] is TurnState.SETTLED
+        assert TURN[state][TurnChange.SETTLED] is TurnState.SETTLED
 
 
 def test_a_turn_is_handed_over_only_where_no_worker_has_it() -> None:
-    assert {state for state in TurnState if TurnEvent.HANDED_OVER in TURN[state]} == {
+    assert {state for state in TurnState if TurnChange.HANDED_OVER in TURN[state]} == {
         TurnState.STARTING,
         TurnState.RECOVERING,
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hermes_pool import InvalidKeyError, PoolSettings, SessionKey, SettingsError
+from hermes_pool import InvalidKeyError, MemoryLimits, PoolSettings, SessionKey, SettingsError
 from hermes_pool.process.environment import worker_environment
 
 
@@ -33,6 +33,33 @@ from hermes_pool.process.environment import worker_environment
 def test_what_makes_no_sense_is_refused_and_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=next(iter(wrong))):
         PoolSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"RLIMIT_NONSENSE": 1}, {"NOFILE": 1}, {"RLIMIT_NOFILE": "7"}, {"RLIMIT_NOFILE": -2}, {"RLIMIT_NOFILE": True}],
+    ids=str,
+)
+def test_settings_know_the_names_and_want_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="worker_rlimits"):
+        PoolSettings(worker_rlimits=wrong)
+    assert PoolSettings(worker_rlimits={"RLIMIT_CORE": 0, "RLIMIT_AS": -1})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"warn_bytes": 0},
+        {"warn_bytes": 2, "recycle_bytes": 1},
+        {"recycle_bytes": 2, "kill_bytes": 1},
+        {"warn_bytes": 2, "kill_bytes": 1},
+        {"total_bytes": -1},
+    ],
+    ids=str,
+)
+def test_settings_of_memory_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"memory.{next(iter(wrong))}"):
+        MemoryLimits(**wrong)
 
 
 def test_settings_are_frozen_and_their_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

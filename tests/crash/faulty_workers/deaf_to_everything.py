@@ -2,14 +2,14 @@ import os
 import signal
 import threading
 
-from hermes_pool_worker import serve
+from hermes_pool_worker import stdio
 from hermes_pool_worker.echo import EchoAgent
 
 
 class Agent(EchoAgent):
     def __init__(self):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        serve.stdio.leave = lambda *_: None
+        stdio.leave = lambda *_: None
         super().__init__()
 
     def turn(self, text, turn):

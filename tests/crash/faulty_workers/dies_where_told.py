@@ -1,8 +1,9 @@
 import os
 import signal
 
-from hermes_pool_worker import serve, wire, zygote
+from hermes_pool_worker import wire, zygote
 from hermes_pool_worker.echo import EchoAgent
+from hermes_pool_worker.sender import FrameSender
 
 
 def send(plain, own, message, *more):
@@ -18,7 +19,7 @@ def send(plain, own, message, *more):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-for owner, name in ((serve.FrameSender, "send"), (serve.FrameSender, "send_piece"), (zygote, "_send")):
+for owner, name in ((FrameSender, "send"), (FrameSender, "send_piece"), (zygote, "_send")):
     setattr(owner, name, lambda *given, plain=getattr(owner, name): send(plain, *given))  # noqa: B008 - bound here
 
 

@@ -1,230 +1,32 @@
-"""What a worker sets for itself: limits that the kernel then keeps, and stacks that come though nobody can run."""
-
 import os
-import select
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from hermes_pool import MemoryLimits, PoolSettings, SettingsError
-from hermes_pool.policy.liveness import stacks_of
-from hermes_pool.system import processes
 from hermes_pool_worker import limits
+from hermes_pool_worker.contract import RLIMITS_VARIABLE
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has neither")
-PACKAGE = Path(limits.__file__).parent.parent
+if sys.platform == "win32":
+    pytest.skip("it has no such limits", allow_module_level=True)
 
-RUN = f"""
-import sys; sys.path.insert(0, {str(PACKAGE)!r})
-from hermes_pool_worker import limits
-limits.arm_stacks(); limits.keep_rlimits()
-"""
+import resource
 
-
-def run(program: str, asked: str = "", before: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, limits.RLIMITS_VARIABLE: asked}
-    argv = [sys.executable, "-c", before + RUN + program]
-    return subprocess.run(argv, check=False, env=environment, capture_output=True, text=True, timeout=20)
+# What changes the limits of a process for good is tested in processes of its own: see test_limits_and_stacks.
 
 
-def test_limits_are_set_soft_and_hard_and_tools_inherit_them_but_not_the_wish() -> None:
-    done = run(
-        "import os, resource as r, subprocess\n"
-        "print(r.getrlimit(r.RLIMIT_NOFILE), r.getrlimit(r.RLIMIT_CORE), 'HERMES_POOL_RLIMITS' in os.environ)\n"
-        "subprocess.run('ulimit -Hn; echo ${HERMES_POOL_RLIMITS-none}', shell=True)",
-        "RLIMIT_NOFILE=200 RLIMIT_CORE=0",
-    )
-    assert done.stdout.split("\n")[:3] in (
-        ["(200, 200) (0, 0) False", "200", "none"],
-        ["200", "none", "(200, 200) (0, 0) False"],
-    ), done
+@pytest.mark.parametrize("name", ["RLIMIT_NONSENSE", "NOFILE", "getrlimit", "RLIM_INFINITY"])
+def test_a_limit_that_does_not_exist_is_named(name: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(ValueError, match=name):
+        limits.apply_rlimits({name: 7})
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
-def test_the_kernel_keeps_them() -> None:
-    done = run(
-        "try: bytearray(2**31)\nexcept MemoryError: print('refused')",
-        f"RLIMIT_AS={2**30}",
-    )
-    assert done.stdout == "refused\n"
-
-
-@pytest.mark.parametrize("asked", ["500", "-1"])
-def test_a_hard_limit_is_never_raised(asked: str) -> None:
-    done = run(
-        "print(r.getrlimit(r.RLIMIT_NOFILE))",
-        f"RLIMIT_NOFILE={asked}",
-        before="import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (100, 150))\n",
-    )
-    assert done.stdout == "(150, 150)\n"
-
-
-@pytest.mark.parametrize("asked", ["RLIMIT_NONSENSE=1", "getrlimit=1", "RLIMIT_NOFILE", "RLIMIT_NOFILE=x"])
-def test_what_cannot_be_set_ends_the_worker_with_the_reason(asked: str) -> None:
-    done = run("print('goes on')", asked)
-    assert done.returncode == 78
-    assert done.stdout == ""
-    assert "worker_rlimits" in done.stderr
-    assert asked in done.stderr
-
-
-def test_without_limits_little_is_imported() -> None:
-    done = run(
-        "print(sorted({'resource', 'faulthandler', 'signal', 'msgspec', 'threading', 'traceback'} & set(sys.modules)))"
-    )
-    assert done.stdout == "['faulthandler', 'signal']\n"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"RLIMIT_NONSENSE": 1}, {"NOFILE": 1}, {"RLIMIT_NOFILE": "7"}, {"RLIMIT_NOFILE": -2}, {"RLIMIT_NOFILE": True}],
-    ids=str,
-)
-def test_settings_know_the_names_and_want_numbers(wrong: dict) -> None:
-    with pytest.raises(SettingsError, match="worker_rlimits"):
-        PoolSettings(worker_rlimits=wrong)
-    assert PoolSettings(worker_rlimits={"RLIMIT_CORE": 0, "RLIMIT_AS": -1})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"warn_bytes": 0},
-        {"warn_bytes": 2, "recycle_bytes": 1},
-        {"recycle_bytes": 2, "kill_bytes": 1},
-        {"warn_bytes": 2, "kill_bytes": 1},
-        {"total_bytes": -1},
-    ],
-    ids=str,
-)
-def test_settings_of_memory_that_make_no_sense(wrong: dict) -> None:
-    with pytest.raises(SettingsError, match=f"memory.{next(iter(wrong))}"):
-        MemoryLimits(**wrong)
-
-
-# --- stacks -----------------------------------------------------------------------------------------------------------
-
-HOLDS_THE_LOCK_ASLEEP = """
-def stuck_here(): ctypes.PyDLL(None).sleep(12)
-"""
-HOLDS_THE_LOCK_AT_WORK = """
-def stuck_here(): 7 ** (10 ** 8)
-"""
-BLOCKS_SIGNALS_TOO = """
-def stuck_here():
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT})
-    ctypes.PyDLL(None).sleep(12)
-"""
-STUCK = (
-    RUN
-    + """
-import ctypes, os, signal, threading, time
-begun = threading.Event()
-def ticks():
-    while True: os.write(1, b"."); begun.set(); time.sleep(0.001)
-threading.Thread(target=ticks, daemon=True).start()
-begun.wait()
-"""
-)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def begin(program: str) -> subprocess.Popen[bytes]:
-        started.append(
-            subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait(10)
-        process.stdout.close()
-        process.stderr.close()
-
-
-def written(process: subprocess.Popen[bytes], until: bytes, seconds: float) -> list[str]:
-    """What comes on stderr within that time, up to a word."""
-    deadline = time.monotonic() + seconds
-    data = b""
-    while until not in data and select.select([process.stderr], [], [], max(0, deadline - time.monotonic()))[0]:
-        data += os.read(process.stderr.fileno(), 65536)
-    return data.decode().splitlines()
-
-
-@pytest.mark.parametrize(
-    "stuck",
-    [
-        pytest.param(HOLDS_THE_LOCK_ASLEEP, id="asleep"),
-        pytest.param(HOLDS_THE_LOCK_AT_WORK, id="at work"),
-        pytest.param(BLOCKS_SIGNALS_TOO, id="blocks other signals"),
-    ],
-)
-def test_the_stacks_come_at_once_though_the_lock_is_held_in_c(start, stuck: str) -> None:
-    process = start(STUCK + stuck + "stuck_here()\n")
-    assert os.read(process.stdout.fileno(), 1) == b"."
-    while select.select([process.stdout], [], [], 0.5)[0]:  # until no other thread gets to run
-        assert os.read(process.stdout.fileno(), 65536)
-    assert processes.catches(process.pid, limits.STACKS_SIGNAL)
-    began = time.monotonic()
-    os.kill(process.pid, limits.STACKS_SIGNAL)
-    stacks = stacks_of(written(process, b"in <module>", 5))
-    took_s = time.monotonic() - began
-    text = "\n".join(stacks)
-    assert "in stuck_here" in text
-    assert "in ticks" in text
-    assert took_s < 0.5, took_s
-    assert process.poll() is None
-
-
-def test_who_has_not_armed_is_not_to_be_asked(start) -> None:
-    process = start("import time; print('up', flush=True); time.sleep(60)")
-    assert process.stdout.readline() == b"up\n"
-    assert not processes.catches(process.pid, limits.STACKS_SIGNAL)
-    assert not processes.catches(2**22 + 5, limits.STACKS_SIGNAL)
-
-
-def test_a_tool_of_the_worker_does_not_inherit_it(start) -> None:
-    process = start(
-        RUN + "import subprocess\nwith subprocess.Popen(['sleep', '60']) as tool:\n    print(tool.pid, flush=True)\n"
-    )
-    tool = int(process.stdout.readline())
-    deadline = time.monotonic() + 5
-    while processes.catches(tool, limits.STACKS_SIGNAL):  # until it has become the tool
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(tool, signal.SIGKILL)
-
-
-def test_a_fork_inherits_it_with_its_own_standard_error(start) -> None:
-    process = start(
-        RUN
-        + "import os, time\nnull = os.open(os.devnull, os.O_WRONLY)\n"
-        + "def in_the_fork(): print(os.getpid(), flush=True); time.sleep(60)\n"
-        + "pid = os.fork()\nif pid == 0: in_the_fork()\nos.dup2(null, 2); os.waitpid(pid, 0)\n"
-    )
-    fork = int(process.stdout.readline())
-    try:
-        assert processes.catches(fork, limits.STACKS_SIGNAL)
-        os.kill(fork, limits.STACKS_SIGNAL)
-        assert "in in_the_fork" in "\n".join(stacks_of(written(process, b"in <module>", 5)))
-    finally:
-        os.kill(fork, signal.SIGKILL)
-
-
-def test_both_take_less_than_a_tenth_of_a_millisecond() -> None:
-    done = run(
-        "import time\ntook = []\n"
-        "for _ in range(50):\n"
-        "    began = time.perf_counter(); limits.arm_stacks(); limits.keep_rlimits()\n"
-        "    took.append(time.perf_counter() - began)\n"
-        "print(sorted(took)[25])"
-    )
-    assert float(done.stdout) < 0.0001
+def test_no_limits_are_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.delenv(RLIMITS_VARIABLE, raising=False)
+    limits.set_rlimits()
+    monkeypatch.setenv(RLIMITS_VARIABLE, "")
+    limits.set_rlimits()
+    assert RLIMITS_VARIABLE not in os.environ
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
