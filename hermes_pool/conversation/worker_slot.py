@@ -37,7 +37,7 @@ from hermes_pool.scheduling.admission import Admission, Occupant
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.storage.store import ConversationStore
 from hermes_pool.system import processes
-from hermes_pool.system.log import wants
+from hermes_pool.system.log import is_enabled_for
 from hermes_pool.system.sampler import Sampler
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
@@ -112,7 +112,7 @@ class WorkerSlot:
         self._loop = asyncio.get_running_loop()
         self._begun: WorkerConnection | None = None
         self._starting: asyncio.Task[wire.Opened] | None = None
-        self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
+        self._tells_turns, self._tells_changes = is_enabled_for(DEBUG), is_enabled_for(INFO)
         self._ready_after_s = 0.0  # from the process' begin, and rather too little than too much
         self._servers: frozenset[int] = frozenset()  # what the agent had started by then
         self.connection_heard = tenant.heard  # straight to whom it concerns
@@ -221,13 +221,13 @@ class WorkerSlot:
         assert process is not None  # noqa: S101
         self.connection = connection
         self._ready_after_s = monotonic() - connection.started_at - connection.steps.get("launch", 0.0)
-        self._servers = processes.children_known(process.pid)
+        self._servers = processes.child_pids(process.pid)
         if self.unreplaced is not None:
             metadata.restart_count += 1
             self.unreplaced = None
         metadata.session_id, metadata.committed = opened.session_id, opened.committed
         metadata.status, metadata.worker = "healthy", (process.pid, process.create_time)
-        self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
+        self._tells_turns, self._tells_changes = is_enabled_for(DEBUG), is_enabled_for(INFO)
         self._tenant.worker_ready(opened)
         self.became(Event.OPENED, resumed=opened.resumed, steps=connection.steps)
         if opened.notice is not None:
@@ -243,7 +243,9 @@ class WorkerSlot:
         worker = self._metadata.worker
         if self.connection is None or worker is None:
             return ()
-        return await in_thread_or_here(partial(processes.begun_later, *worker, self._ready_after_s, self._servers))
+        return await in_thread_or_here(
+            partial(processes.descendants_started_after, *worker, self._ready_after_s, self._servers)
+        )
 
     # --- vacating it ---
 

@@ -273,7 +273,7 @@ class WorkerConnection:
         if self.process is not None:
             self.process.resume_reading()
 
-    # --- what the process does (process.Listener) ---
+    # --- what the process does (launcher.ProcessListener) ---
 
     def stdout_received(self, data: bytes | memoryview) -> bool:
         """Take the next bytes of the wire; say whether its frames are large ones at present."""
@@ -444,7 +444,7 @@ def _encoder_for(frame_bytes_max: int) -> wire.FrameEncoder:
 
 def kill_strays(marker: str) -> tuple[int, ...]:
     """End what a worker's tools have left: every process that carries its marker. Return the pids; blocks."""
-    return tuple(processes.kill(processes.marked(marker)))
+    return tuple(processes.kill(processes.find_by_marker(marker)))
 
 
 Family = dict[int, Any]
@@ -456,12 +456,12 @@ def _end_family(worker: tuple[int, float], marker: str, family: Family) -> tuple
     processes.kill(family.values())
     left = {pid for pid, each in family.items() if _may_live(pid, each.create_time())}
     strays = set(family) - left
-    marked = processes.marked(marker)
+    marked = processes.find_by_marker(marker)
     for _ in range(STRAYS_ROUNDS_MAX):
         if not marked:
             break
         strays |= set(processes.kill(marked))
-        marked = processes.marked(marker)
+        marked = processes.find_by_marker(marker)
     left |= {each.pid for each in marked}
     if _may_live(*worker):
         left.add(worker[0])

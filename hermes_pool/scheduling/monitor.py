@@ -114,7 +114,7 @@ class Monitor:
             ward.ask()
         wanted = {worker: Attention.CLOSE if worker in in_turn else Attention.PASSING for worker in looked_at}
         above = self._policy.unique_above_bytes
-        await in_thread_or_here(partial(self._sampler.look, wanted, unique_above_bytes=above))
+        await in_thread_or_here(partial(self._sampler.sample, wanted, unique_above_bytes=above))
         here = {worker: ward for worker, ward in wards.items() if ward.worker == worker}
         self._diagnose({worker: ward for worker, ward in here.items() if worker in looked_at})
         self._keep_small(here)  # all of them: a total of some would mean nothing
@@ -125,7 +125,9 @@ class Monitor:
                 ward.diagnosed(None)
                 continue
             sampler = self._sampler
-            evidence = ward.evidence(sampler.samples(worker), sampler.at_rest(worker), self._pulse.trusted_from)
+            evidence = ward.evidence(
+                sampler.samples(worker), sampler.descendants_when_idle(worker), self._pulse.trusted_from
+            )
             diagnosis = diagnose(evidence, wedged_after_s=self._settings.wedged_after_s)
             ward.diagnosed(diagnosis)
             if diagnosis.verdict is Verdict.WEDGED or self._stays_frozen(evidence, diagnosis):

@@ -1,4 +1,4 @@
-"""Samples read from ``/proc``."""
+"""Reads processes from ``/proc``."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from hermes_pool.system.samples import Stat
 
 
 class LinuxSource:
-    """Reads ``/proc``, a quarter of what psutil takes for it."""
+    """Reads ``/proc`` directly, four times as fast as psutil."""
 
     def __init__(self) -> None:
         self._ticks = os.sysconf("SC_CLK_TCK")
@@ -17,14 +17,14 @@ class LinuxSource:
 
     def pids(self) -> Iterable[int]:
         """See ``Source``."""
-        return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - half the time
+        return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - twice as fast
 
     def stat(self, pid: int) -> Stat | None:
         """See ``Source``. ``started`` is in ticks since boot."""
         data = _file(f"/proc/{pid}/stat")
         if not data:
             return None
-        # After the name, which is in parentheses and may hold anything.
+        # Skip the name, which is in parentheses and may contain anything.
         fields = data[data.rindex(b")") + 2 :].split(None, 22)
         return Stat(
             state=_STATES.get(fields[0], ProcessState.UNKNOWN),
@@ -36,7 +36,7 @@ class LinuxSource:
         )
 
     def clock_ns(self, pid: int) -> int | None:
-        """See ``Source``. The number of another process's CPU clock is made of its pid: ``clock_getcpuclockid``."""
+        """See ``Source``. The id of a process's CPU clock is computed from its pid, as in ``clock_getcpuclockid``."""
         try:
             return time.clock_gettime_ns(~pid << 3 | 2)
         except OSError:
@@ -47,7 +47,7 @@ class LinuxSource:
         return stat.started / self._ticks + boot_time_s
 
     def io_bytes(self, pid: int) -> int | None:
-        """See ``Source``: what was asked for (rchar, wchar), and what was fetched from a disk for mapped memory."""
+        """See ``Source``: bytes requested (rchar, wchar) and bytes fetched from disk for mapped memory (read_bytes)."""
         data = _file(f"/proc/{pid}/io")
         if not data:
             return None
@@ -55,7 +55,7 @@ class LinuxSource:
         return int(fields[1]) + int(fields[3]) + int(fields[9])
 
     def unique_bytes(self, pid: int) -> int | None:
-        """See ``Source``: PSS, and what of it is swapped out."""
+        """See ``Source``: PSS plus its swapped-out part."""
         data = _file(f"/proc/{pid}/smaps_rollup")
         if not data:
             return None
