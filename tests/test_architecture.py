@@ -287,13 +287,14 @@ def test_every_direct_dependency_is_pinned_within_its_range():
 
 
 def test_what_both_sides_say_is_the_same_though_they_share_no_module():
-    from hermes_pool.process import connection, environment, spawn
+    from hermes_pool.process import connection, environment
+    from hermes_pool.process import lifeline as host_lifeline
     from hermes_pool.system import processes
     from hermes_pool_worker import __main__ as program
     from hermes_pool_worker import lifeline, limits, process_tree, serve
 
     assert processes.MARKER_VARIABLE == process_tree.MARKER_VARIABLE
-    assert spawn.LIFELINE_VARIABLE == lifeline.VARIABLE
+    assert host_lifeline.LIFELINE_VARIABLE == lifeline.VARIABLE
     assert processes.STACKS_SIGNAL == limits.STACKS_SIGNAL
     assert environment.RLIMITS_VARIABLE == limits.RLIMITS_VARIABLE
     assert limits.EXIT_UNUSABLE == serve.EXIT_UNUSABLE
