@@ -192,7 +192,7 @@ class StartBreaker:
         return BreakerState.OPEN if self._probe is None else BreakerState.HALF_OPEN
 
     def check(self, conversation_id: str | None = None) -> None:
-        """Raise what ``start`` would raise, for a caller that has work to do first. ``None``: a spare's start."""
+        """Raise what ``start`` would raise, for a caller with work to do first. ``None``: for no conversation."""
         if (failure := self._refused_by(conversation_id)) is not None:
             raise self._refusal(failure, conversation_id)
 
