@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hermes_pool import HermesSessionManager, PoolSettings, Reply, TextDelta
+from hermes_pool import HermesSessionManager, PoolSettings, Reply, TextDelta, Timeouts
 from hermes_pool.testing.scripted_model import SLOW_PIECE_S, ScriptedModel, write_hermes_home
 
 ADA, GRACE = "ada", "grace"
@@ -327,7 +327,7 @@ async def killed_in_mid_turn(demo: Demo, sessions: HermesSessionManager) -> None
 
 async def dormant_and_back(demo: Demo, sessions: HermesSessionManager) -> None:
     """An idle worker goes away, its metadata first; the next message is answered in context."""
-    demo.part(f"4. An idle worker goes away, and nothing is lost (idle_timeout_s={IDLE_TIMEOUT_S:g})")
+    demo.part(f"4. An idle worker goes away, and nothing is lost (timeouts.idle_s={IDLE_TIMEOUT_S:g})")
     reply, took = await send(demo, sessions, ADA, "What is my name?")
     began = time.monotonic()
     row = (await demo.rows())[ADA]
@@ -426,7 +426,7 @@ async def show(demo: Demo) -> None:
         await closed(demo, sessions)
         demo.say("No supervisor runs now; what ps shows is what is stored.")
         await demo.show_ps()
-    async with pool(demo, idle_timeout_s=IDLE_TIMEOUT_S, idle_sweep_s=0.2) as sessions:
+    async with pool(demo, timeouts=Timeouts(idle_s=IDLE_TIMEOUT_S)) as sessions:
         await dormant_and_back(demo, sessions)
         demo.part("5. The end")
         await closed(demo, sessions)

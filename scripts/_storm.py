@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings
+from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings, RestartPolicy, StartPolicy
 
 AGENT = '''
 import os
@@ -61,9 +61,8 @@ class Agent(EchoAgent):
 '''
 
 UNBOUNDED: dict[str, Any] = {
-    "quarantine_after": 0,
-    "restarts_in_window_max": 1_000_000,
-    "start_failures_max": 1_000_000,
+    "restarts": RestartPolicy(quarantine_after=0, deaths_in_window_max=1_000_000),
+    "starts": StartPolicy(failures_max=1_000_000),
 }
 """No breaker shall stand between a kill and its outcome."""
 
@@ -210,7 +209,7 @@ class Storm:
                     reply = await turn.reply()
         except HermesPoolError as error:
             self._failed[name].append(text)
-            wait_s = getattr(error, "retry_after_s", None)
+            wait_s = error.retry_after_s
             if wait_s is not None:
                 await asyncio.sleep(min(wait_s, 1.0))
             return type(error).__name__

@@ -12,18 +12,17 @@ from typing import Any
 import psutil
 import pytest
 
-from hermes_pool import HermesSessionManager, PoolSettings
+from hermes_pool import HermesSessionManager, PoolSettings, Timeouts
+from hermes_pool import manager as manager_module
+from hermes_pool.scheduling import monitor
 
 FAULTY = Path(__file__).parent / "crash" / "faulty_workers"
 DEADLINE_S = 20.0
 
-QUICK = {
-    "agent": "echo",
-    "idle_sweep_s": 0.1,
-    "close_grace_s": 1.0,
-    "term_grace_s": 0.5,
-    "start_timeout_s": 15.0,
-}
+
+def quick(**timeouts: Any) -> Timeouts:
+    """Timeouts for tests: what ends a worker takes no longer than it must."""
+    return Timeouts(**{"close_grace_s": 1.0, "term_grace_s": 0.5, "start_s": 15.0, **timeouts})
 
 
 async def until(fact: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -92,14 +91,29 @@ OpenPool = Callable[..., Awaitable[HermesSessionManager]]
 
 
 @pytest.fixture
-async def open_pool(tmp_path: Path, nothing_left: None) -> AsyncIterator[OpenPool]:
-    """Open pools with quick settings; each is closed at the end, and its tasks must be gone."""
-    pools: list[HermesSessionManager] = []
+async def open_pool(tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OpenPool]:
+    """Open pools with quick settings; each is closed at the end, and its tasks must be gone.
 
-    async def open_one(*, store: Any = None, on_background: Any = None, **settings: Any) -> HermesSessionManager:
+    ``sweep_s`` is how often idle workers are looked for, and ``sample_s`` how often all workers are looked at.
+    """
+    pools: list[HermesSessionManager] = []
+    monkeypatch.setattr(manager_module, "sweep_every_s", lambda _: 0.1)
+
+    async def open_one(
+        *,
+        store: Any = None,
+        on_background: Any = None,
+        sweep_s: float | None = None,
+        sample_s: float | None = None,
+        **settings: Any,
+    ) -> HermesSessionManager:
+        if sweep_s is not None:
+            monkeypatch.setattr(manager_module, "sweep_every_s", lambda _: sweep_s)
+        if sample_s is not None:
+            monkeypatch.setattr(monitor, "SAMPLE_S", sample_s)
         # A program of a test's own in the interpreter's place is no zygote.
         launcher = {"launcher": "spawn"} if "worker_python" in settings else {}
-        values = {"state_dir": tmp_path / "state", **QUICK, **launcher, **settings}
+        values = {"agent": "echo", "state_dir": tmp_path / "state", "timeouts": quick(), **launcher, **settings}
         pool = HermesSessionManager(PoolSettings(**values), store=store, on_background=on_background)
         pools.append(await pool.__aenter__())
         return pool

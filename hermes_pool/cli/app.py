@@ -1,17 +1,14 @@
 """The command line ``hermes-pool``: look at the supervisors that run, stop a worker, talk from a terminal.
 
-Settings come from the environment: ``HERMES_POOL_`` and the name of a field of ``PoolSettings`` in capitals. Lists of
-folders are separated as in ``PATH``, mappings are JSON objects.
+Settings come from the environment, as ``PoolSettings.from_env`` reads it.
 
 What is slow to import is imported where it is used: ``hermes-pool ps`` is typed often, and by the impatient.
 """
 
 import dataclasses
 import json
-import os
 import sys
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -21,10 +18,9 @@ import typer
 from hermes_pool.cli.render import complain, headline, print_deaths, print_sessions, report_lines, visible
 from hermes_pool.cli.view import STOP_TIMEOUT_S, Supervisor, asked, look, reported
 from hermes_pool.control import client, messages
-from hermes_pool.errors import HermesPoolError, SettingsError
+from hermes_pool.errors import HermesPoolError
 from hermes_pool.settings import PoolSettings
 
-VARIABLE_PREFIX: Final = "HERMES_POOL_"
 DRAIN_DEADLINE_S: Final = 60.0
 """How long ``drain`` lets turns go on, when nothing else is said."""
 
@@ -80,7 +76,7 @@ def ps(
     times in seconds and memory in bytes, and null for what cannot be known.
     """
     with _errors_told():
-        view = look(settings_from(os.environ, state_dir=state_dir), everything=everything)
+        view = look(_settings(state_dir), everything=everything)
         if not as_json:
             for supervisor in view.supervisors:
                 if supervisor.pool is not None:  # not into the table, which is read by programs, too
@@ -100,7 +96,7 @@ def ps(
 def stop(conversation: Conversation, user: User = None, state_dir: StateDir = None) -> None:
     """Stop the worker of a conversation. Its next message starts another one, in context."""
     with _errors_told():
-        settings = settings_from(os.environ, state_dir=state_dir)
+        settings = _settings(state_dir)
         view = look(settings, stored=False)
         if not view.supervisors:
             raise HermesPoolError(f"no supervisor runs in {settings.state_dir}")
@@ -150,7 +146,7 @@ def _steer(state_dir: Path | None, request: messages.Request, deadline_s: float 
     """Have every supervisor of ``state_dir`` do something; print what each did. Exit status 1 if one did not."""
     with _errors_told():
         failed = False
-        for answer in asked(settings_from(os.environ, state_dir=state_dir), request, deadline_s + STOP_TIMEOUT_S):
+        for answer in asked(_settings(state_dir), request, deadline_s + STOP_TIMEOUT_S):
             match answer.response:
                 case messages.Done(text=text):
                     typer.echo(f"supervisor {answer.supervisor_pid}: {visible(text)}")
@@ -177,7 +173,7 @@ def deaths(
     "supervisor_pid". Exit status 1 when there is no such report, or a supervisor does not answer.
     """
     with _errors_told():
-        supervisors, found = reported(settings_from(os.environ, state_dir=state_dir))
+        supervisors, found = reported(_settings(state_dir))
         if report_id is not None:
             found = [(pid, report) for pid, report in found if report.report_id == report_id]
         if as_json:
@@ -221,9 +217,7 @@ def release(
 ) -> None:
     """Let a message in again that is quarantined since it has ended too many workers."""
     with _errors_told():
-        answers = asked(
-            settings_from(os.environ, state_dir=state_dir), messages.Release(conversation, fingerprint, user)
-        )
+        answers = asked(_settings(state_dir), messages.Release(conversation, fingerprint, user))
         if not any(isinstance(answer.response, messages.Done) for answer in answers):  # only one of them can know it
             told = [
                 answer.response.text
@@ -251,43 +245,16 @@ def chat(
     When the input is no terminal, each of its lines is a message; the exit status is 1 if one of them failed.
     """
     with _errors_told():
-        settings = settings_from(os.environ, state_dir=state_dir, agent=agent)
+        settings = _settings(state_dir, agent=agent)
         from hermes_pool.cli.chat import talk  # noqa: PLC0415 - nobody else needs it
 
         raise typer.Exit(talk(settings, conversation, scripted=scripted))
 
 
-def settings_from(environment: Mapping[str, str], **given: Any) -> PoolSettings:
-    """Return the settings that ``environment`` names; what is ``given`` and not ``None`` goes first.
-
-    An empty variable counts as unset. ``SettingsError`` names the variable that cannot be read.
-    """
-    values: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(PoolSettings).items():
-        variable = VARIABLE_PREFIX + name.upper()
-        if given.get(name) is not None:
-            values[name] = given[name]
-        elif text := environment.get(variable):
-            try:
-                values[name] = _converted(kind, text)
-                PoolSettings(**{name: values[name]})
-            except ValueError as error:  # SettingsError is one, too
-                raise SettingsError(f"the environment variable {variable} is {text!r}: {error}") from None
-    return PoolSettings(**values)
-
-
-def _converted(kind: Any, text: str) -> Any:
-    if kind in (int, float):
-        return kind(text)
-    origin = typing.get_origin(kind)
-    if origin is tuple:
-        return tuple(part for part in text.split(os.pathsep) if part)
-    if origin is Mapping:
-        value = json.loads(text)
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-        return value
-    return Path(text) if Path in (kind, *typing.get_args(kind)) else text
+def _settings(state_dir: Path | None, **given: str | None) -> PoolSettings:
+    """Return the settings of the environment; an option of the command line goes first."""
+    options: dict[str, Any] = {"state_dir": state_dir, **given}
+    return PoolSettings.from_env(**{name: value for name, value in options.items() if value is not None})
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from hermes_pool.settings import PoolSettings
 from hermes_pool_worker import wire
 
 if TYPE_CHECKING:
-    from hermes_pool.conversation.turn import Reply, Turn
+    from hermes_pool.conversation.reply import Reply
+    from hermes_pool.conversation.turn import Turn
     from hermes_pool.manager import HermesSessionManager
 
 _LINES_WAITING_MAX: Final = 100

@@ -1,6 +1,5 @@
 """What the commands know: the answers of all supervisors, or what the store holds."""
 
-import asyncio
 import dataclasses
 import socket
 from datetime import UTC, datetime
@@ -10,8 +9,9 @@ from typing import Any, Final, Literal
 from hermes_pool.control import client, messages
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import HermesPoolError
-from hermes_pool.settings import PoolSettings
+from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
+from hermes_pool.storage.record import SessionRecord
 
 STOP_TIMEOUT_S: Final = 60.0
 """How long ``stop`` waits; a worker is given its graces before it is killed."""
@@ -87,11 +87,13 @@ def stored_sessions(settings: PoolSettings) -> list[SessionSnapshot]:
     url = settings.store_url
     if url.startswith("sqlite") and not Path(url.partition("///")[2].partition("?")[0]).exists():
         return []
-    from hermes_pool.storage import store  # noqa: PLC0415
+    import asyncio  # noqa: PLC0415 - like the two below, slow to import, and needed here only
+
+    from hermes_pool.storage.store import ConversationStore  # noqa: PLC0415
     from hermes_pool.system import processes  # noqa: PLC0415
 
-    async def read() -> list[tuple[Any, store.SessionRecord]]:
-        database = store.ConversationStore.from_url(url, min(settings.database_timeout_s, STORE_TIMEOUT_S))
+    async def read() -> list[tuple[SessionKey, SessionRecord]]:
+        database = ConversationStore.from_url(url, min(settings.timeouts.database_s, STORE_TIMEOUT_S))
         try:
             return list(await database.records())
         finally:

@@ -30,6 +30,8 @@ FOLDER: Final = "control"
 class ControlError(HermesPoolError):
     """The control socket cannot be made, or may not be used; the text says which folder, and what to do."""
 
+    code = "control_failed"
+
 
 class _Request(msgspec.Struct, frozen=True, tag=True):
     """Base of all requests: a map tagged with the type's name, so that fields may be added anywhere."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from hermes_pool.errors import HermesPoolError
-from hermes_pool.system.threads import in_thread
+from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
 
 if sys.platform != "win32":
@@ -77,7 +77,7 @@ class ControlServer:
         """
         if not available() or self._endpoint is not None:
             return self._endpoint.address if self._endpoint is not None else None
-        endpoint = await in_thread(partial(_settle, self._state_dir))
+        endpoint = await in_thread_or_here(partial(_settle, self._state_dir))
         self._endpoint = endpoint
         try:
             self._server = await asyncio.start_unix_server(self._serve, sock=endpoint.listener)

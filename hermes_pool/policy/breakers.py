@@ -18,7 +18,7 @@ from hermes_pool.errors import (
     WorkerStartError,
     WorkerUnusableError,
 )
-from hermes_pool.settings import PoolSettings
+from hermes_pool.settings import BACKOFF_MAX_S, PROBE_MAX_S, RestartPolicy, StartPolicy
 from hermes_pool.snapshot import BreakerSnapshot, BreakerState
 
 _DOUBLINGS_MAX = 60
@@ -38,11 +38,11 @@ def backoff_s(initial_s: float, max_s: float, previous: int, random: Callable[[]
 
 
 class RestartBudget:
-    """Limits how often the workers of one session may die: ``restarts.deaths_in_window_max`` in ``restarts.window_s``.
+    """Limits how often the workers of one session may die: ``deaths_in_window_max`` in ``window_s``.
 
     One death more starts a back-off, in which no worker is started and a message that needs one is refused. It lasts
-    ``restarts.backoff_s``, and twice as long each further time, up to ``BACKOFF_MAX_S``. Then the budget is half open:
-    a completed turn resets it, and another death starts the next back-off. Time alone shortens no back-off.
+    ``backoff_s``, and twice as long each further time, up to ``BACKOFF_MAX_S``. Then the budget is half open: a
+    completed turn resets it, and another death starts the next back-off. Time alone shortens no back-off.
 
     There is no limit on starts while it is half open, because a conversation has one turn at a time. A start that
     shows nothing, because it was cancelled for example, need not be reported.
@@ -50,17 +50,17 @@ class RestartBudget:
 
     def __init__(
         self,
-        settings: PoolSettings,
+        policy: RestartPolicy,
         clock: Callable[[], float],
         random: Callable[[], float],
         *,
         conversation_id: str | None = None,
     ) -> None:
-        self._settings = settings
+        self._policy = policy
         self._clock = clock
         self._random = random
         self._conversation_id = conversation_id
-        self._deaths: deque[float] = deque(maxlen=settings.restarts_in_window_max + 1)
+        self._deaths: deque[float] = deque(maxlen=policy.deaths_in_window_max + 1)
         self._backoffs = 0
         self._retry_at: float | None = None
         """When the back-off ends; stays set until a turn is completed."""
@@ -88,11 +88,9 @@ class RestartBudget:
         state, now = self.state, self._clock()
         self._deaths.append(now)
         self._drop_old_deaths()
-        too_many = len(self._deaths) > self._settings.restarts_in_window_max
+        too_many = len(self._deaths) > self._policy.deaths_in_window_max
         if state is BreakerState.HALF_OPEN or (state is BreakerState.CLOSED and too_many):
-            settings = self._settings
-            first_s, most_s = settings.restart_backoff_s, settings.restart_backoff_max_s
-            self._retry_at = now + backoff_s(first_s, most_s, self._backoffs, self._random)
+            self._retry_at = now + backoff_s(self._policy.backoff_s, BACKOFF_MAX_S, self._backoffs, self._random)
             self._backoffs += 1
 
     def note_completed(self) -> None:
@@ -112,7 +110,7 @@ class RestartBudget:
         return BreakerSnapshot(
             state=self.state.value,
             failures=len(self._deaths),
-            failures_max=self._settings.restarts_in_window_max,
+            failures_max=self._policy.deaths_in_window_max,
             retry_after_s=self._retry_after_s(),
         )
 
@@ -123,7 +121,7 @@ class RestartBudget:
         return left_s if left_s > 0 else None
 
     def _drop_old_deaths(self) -> None:
-        oldest = self._clock() - self._settings.restarts_window_s
+        oldest = self._clock() - self._policy.window_s
         while self._deaths and self._deaths[0] <= oldest:
             self._deaths.popleft()
 
@@ -151,9 +149,9 @@ class _Failure:
 class StartBreaker:
     """Refuses starts at once while no worker can be started. There is one per pool.
 
-    It opens after ``starts.failures_max`` failed starts in a row, or after a single ``WorkerUnusableError``. After
-    ``starts.probe_s`` one start is admitted as a probe, while others are still refused. Each failed probe doubles the
-    wait, up to ``PROBE_MAX_S``. The success of any start closes the breaker.
+    It opens after ``failures_max`` failed starts in a row, or after a single ``WorkerUnusableError``. After ``probe_s``
+    one start is admitted as a probe, while others are still refused. Each failed probe doubles the wait, up to
+    ``PROBE_MAX_S``. The success of any start closes the breaker.
 
     ``dependencies`` returns what starts depend on, as far as that is cheap to see (stamps of files, for example;
     compared with ``==``). If it differs from what the failed start began with, the cause may be fixed, and the probe is
@@ -167,15 +165,18 @@ class StartBreaker:
 
     def __init__(
         self,
-        settings: PoolSettings,
+        policy: StartPolicy,
         clock: Callable[[], float],
         random: Callable[[], float],
         dependencies: Callable[[], object] = lambda: None,
+        *,
+        start_timeout_s: float,
     ) -> None:
-        self._settings = settings
+        self._policy = policy
         self._clock = clock
         self._random = random
         self._dependencies = dependencies
+        self._start_timeout_s = start_timeout_s
         self._failures = 0
         self._suspects: set[str | None] = set()
         """The conversations of the failures in a row. Two are enough to know that it is not only one."""
@@ -236,7 +237,7 @@ class StartBreaker:
         return BreakerSnapshot(
             state=self.state.value,
             failures=self._failures,
-            failures_max=self._settings.start_failures_max,
+            failures_max=self._policy.failures_max,
             retry_after_s=None if failure is None else self._retry_after_s() or None,
             last_error=None if failure is None else self._scope(failure) + failure.what,
         )
@@ -280,19 +281,18 @@ class StartBreaker:
             self._probes_failed += 1
             self._open(failure)
         elif self._opened_by is None:
-            if failure.unusable or self._failures >= self._settings.start_failures_max:
+            if failure.unusable or self._failures >= self._policy.failures_max:
                 self._open(failure)
         elif failure.unusable:  # it began before the breaker opened, and its reason is more precise
             self._opened_by = failure
 
     def _open(self, failure: _Failure) -> None:
-        first_s, most_s = self._settings.start_probe_s, self._settings.start_probe_max_s
         self._opened_by = failure
-        self._probe_at = self._clock() + backoff_s(first_s, most_s, self._probes_failed, self._random)
+        self._probe_at = self._clock() + backoff_s(self._policy.probe_s, PROBE_MAX_S, self._probes_failed, self._random)
 
     def _retry_after_s(self) -> float:
         if self._probe is not None:  # it may end at any moment, but polling for that helps nobody
-            return min(self._settings.start_probe_s, self._settings.start_timeout_s)
+            return min(self._policy.probe_s, self._start_timeout_s)
         return max(0.0, self._probe_at - self._clock())
 
     def _refusal(self, failure: _Failure, conversation_id: str | None) -> PoolUnavailableError:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Generic, TypeVar
 
+from hermes_pool.settings import MemoryLimits
+
 K = TypeVar("K")
 
 AGE_JITTER: Final = 0.1
@@ -18,6 +20,8 @@ AGE_JITTER: Final = 0.1
 together do not all leave together."""
 WARN_AGAIN_BELOW: Final = 0.9
 """A warning is repeated only after the worker was below this share of ``memory.warn_bytes``."""
+TOTAL_LOW: Final = 0.9
+"""Above ``memory.total_bytes``, idle workers are stopped until the rest use less than this share of it."""
 
 
 class Activity(StrEnum):
@@ -50,18 +54,6 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryLimits:
-    """The settings of the same names; ``None`` is "no limit"."""
-
-    memory_warn_bytes: int | None = None
-    memory_recycle_bytes: int | None = None
-    memory_kill_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    memory_total_low: float = 0.9
-    worker_age_max_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Usage(Generic[K]):
     """One worker at one moment. ``worker`` identifies it; the key is never reused for another worker."""
 
@@ -78,7 +70,7 @@ class Usage(Generic[K]):
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class Decision:
     """What to do with one worker. ``reason`` is a phrase that follows "the worker"."""
 
     action: Action
@@ -89,7 +81,7 @@ class Decided:
 class Plan(Generic[K]):
     """What to do now."""
 
-    workers: dict[K, Decided]
+    workers: dict[K, Decision]
     """Only the workers for which there is something to do."""
     shed: tuple[K, ...]
     """Idle workers to stop to make room, the least valuable first; excludes those that are recycled anyway."""
@@ -100,8 +92,9 @@ class Plan(Generic[K]):
 class MemoryPolicy(Generic[K]):
     """Decides for one pool, one pass of the sampler after another."""
 
-    def __init__(self, limits: MemoryLimits) -> None:
+    def __init__(self, limits: MemoryLimits, worker_age_max_s: float | None = None) -> None:
         self.limits = limits
+        self._worker_age_max_s = worker_age_max_s
         self.mode = Mode.CALM
         self._warned: set[K] = set()
 
@@ -113,9 +106,9 @@ class MemoryPolicy(Generic[K]):
         of resident memory is above any reasonable total, so with a total limit each worker must be measured.
         """
         limits = self.limits
-        if limits.memory_total_bytes is not None:
+        if limits.total_bytes is not None:
             return 0
-        each = (limits.memory_warn_bytes, limits.memory_recycle_bytes, limits.memory_kill_bytes)
+        each = (limits.warn_bytes, limits.recycle_bytes, limits.kill_bytes)
         return min((limit for limit in each if limit is not None), default=None)
 
     def decide(self, workers: Sequence[Usage[K]], value: Callable[[K], float]) -> Plan[K]:
@@ -135,37 +128,37 @@ class MemoryPolicy(Generic[K]):
         shed = self._shed(staying, total_bytes, total_bytes - leaving_bytes, value)
         return Plan(decided, shed, self.mode, total_bytes)
 
-    def _decide(self, usage: Usage[K]) -> Decided:
+    def _decide(self, usage: Usage[K]) -> Decision:
         limits, used = self.limits, usage.measured_bytes
         if used is not None:
-            if limits.memory_kill_bytes is not None and used > limits.memory_kill_bytes:
-                return Decided(Action.KILL, _uses(used, "memory_kill_bytes", limits.memory_kill_bytes))
-            if limits.memory_recycle_bytes is not None and used > limits.memory_recycle_bytes:
-                return Decided(_recycle(usage), _uses(used, "memory_recycle_bytes", limits.memory_recycle_bytes))
+            if limits.kill_bytes is not None and used > limits.kill_bytes:
+                return Decision(Action.KILL, _uses(used, "memory.kill_bytes", limits.kill_bytes))
+            if limits.recycle_bytes is not None and used > limits.recycle_bytes:
+                return Decision(_recycle(usage), _uses(used, "memory.recycle_bytes", limits.recycle_bytes))
         age_max_s = self.age_max_s(usage.worker)
         if age_max_s is not None and usage.age_s > age_max_s:
-            return Decided(
+            return Decision(
                 _recycle(usage), f"is {usage.age_s:.0f} s old, over its limit of {age_max_s:.0f} s (worker_age_max_s)"
             )
         return self._warn(usage.worker, used)
 
-    def _warn(self, worker: K, used: int | None) -> Decided:
-        limit = self.limits.memory_warn_bytes
+    def _warn(self, worker: K, used: int | None) -> Decision:
+        limit = self.limits.warn_bytes
         if limit is None or used is None:
-            return Decided(Action.NONE)
+            return Decision(Action.NONE)
         if used > limit and worker not in self._warned:
             self._warned.add(worker)
-            return Decided(Action.WARN, _uses(used, "memory_warn_bytes", limit))
+            return Decision(Action.WARN, _uses(used, "memory.warn_bytes", limit))
         if used < WARN_AGAIN_BELOW * limit:
             self._warned.discard(worker)
-        return Decided(Action.NONE)
+        return Decision(Action.NONE)
 
     def age_max_s(self, worker: K) -> float | None:
         """Return the age limit of one worker in seconds. It is derived from the key, so it is the same each time."""
-        if self.limits.worker_age_max_s is None:
+        if self._worker_age_max_s is None:
             return None
         share = zlib.crc32(repr(worker).encode()) / 2**32  # from 0 to 1
-        return self.limits.worker_age_max_s * (1 + AGE_JITTER * (2 * share - 1))
+        return self._worker_age_max_s * (1 + AGE_JITTER * (2 * share - 1))
 
     def _shed(
         self, staying: list[Usage[K]], total_bytes: int, left_bytes: int, value: Callable[[K], float]
@@ -174,10 +167,10 @@ class MemoryPolicy(Generic[K]):
 
         If too few are idle, it continues in the next pass with those that have become idle.
         """
-        limit = self.limits.memory_total_bytes
+        limit = self.limits.total_bytes
         if limit is None:
             return ()
-        low = self.limits.memory_total_low * limit
+        low = TOTAL_LOW * limit
         if total_bytes > limit:
             self.mode = Mode.SHEDDING
         elif total_bytes <= low:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from hermes_pool.errors import MessageQuarantinedError
-from hermes_pool.settings import PoolSettings
+from hermes_pool.settings import RestartPolicy
 from hermes_pool.snapshot import KillerSnapshot
 
 QUARANTINE_KEPT = 32
@@ -16,7 +16,9 @@ _FINGERPRINT_KEY = os.urandom(16)
 
 
 @dataclass(frozen=True, slots=True)
-class _Killer:
+class Killer:
+    """A message that has killed workers."""
+
     deaths: int
     chars: int
     """Length of the text. It rules out most messages without computing a fingerprint."""
@@ -29,21 +31,22 @@ class Quarantine:
     release. With 0, no message is refused. At most ``QUARANTINE_KEPT`` messages are remembered, in memory only.
     """
 
-    def __init__(self, settings: PoolSettings, *, conversation_id: str | None = None) -> None:
-        self._after = settings.quarantine_after
+    def __init__(self, policy: RestartPolicy, *, conversation_id: str | None = None) -> None:
+        self._after = policy.quarantine_after
         self._conversation_id = conversation_id
-        self._killers: dict[str, _Killer] = {}  # by fingerprint; the latest to kill is last
+        self.killers: dict[str, Killer] = {}
+        """By fingerprint; the latest to kill is last. Usually empty, so check that before anything else."""
 
     def check(self, text: str) -> None:
         """Raise ``MessageQuarantinedError`` if the message has killed too many workers."""
-        fingerprint = self._known(text) if self._killers else None
-        if fingerprint is None or not self._refuses(self._killers[fingerprint]):
+        fingerprint = self._known(text)
+        if fingerprint is None or not self._refuses(self.killers[fingerprint]):
             return
-        deaths = self._killers[fingerprint].deaths
+        deaths = self.killers[fingerprint].deaths
         raise MessageQuarantinedError(
-            f"this message has ended {deaths} worker{'' if deaths == 1 else 's'} (quarantine_after) and is not sent "
-            f"again: reword it, or fix the cause of the deaths and release it (fingerprint {fingerprint}) with "
-            f"release() or: hermes-pool release CONVERSATION {fingerprint}",
+            f"this message has ended {deaths} worker{'' if deaths == 1 else 's'} (restarts.quarantine_after) and "
+            f"is not sent again: reword it, or fix the cause of the deaths and release it (fingerprint "
+            f"{fingerprint}) with release() or: hermes-pool release CONVERSATION {fingerprint}",
             fingerprint=fingerprint,
             deaths=deaths,
             conversation_id=self._conversation_id,
@@ -52,40 +55,40 @@ class Quarantine:
     def note_death(self, text: str) -> None:
         """Count a worker that died with this message, although the pool did not want it to."""
         fingerprint = _fingerprint(text)
-        before = self._killers.pop(fingerprint, None)
-        self._killers[fingerprint] = _Killer(1 if before is None else before.deaths + 1, len(text))
-        if len(self._killers) > QUARANTINE_KEPT:
-            self._killers.pop(next(iter(self._killers)))
+        before = self.killers.pop(fingerprint, None)
+        self.killers[fingerprint] = Killer(1 if before is None else before.deaths + 1, len(text))
+        if len(self.killers) > QUARANTINE_KEPT:
+            self.killers.pop(next(iter(self.killers)))
 
     def note_completed(self, text: str) -> None:
         """Clear a message whose turn has ended with a reply."""
-        if self._killers and (fingerprint := self._known(text)) is not None:
+        if (fingerprint := self._known(text)) is not None:
             self.release(fingerprint)
 
     def release(self, fingerprint: str) -> bool:
         """Forget that a message has killed; return whether it was known."""
-        return self._killers.pop(fingerprint, None) is not None
+        return self.killers.pop(fingerprint, None) is not None
 
     def reset(self) -> None:
         """Forget all killer messages."""
-        self._killers.clear()
+        self.killers.clear()
 
     def snapshot(self) -> tuple[KillerSnapshot, ...]:
         """Return the killer messages, the latest to kill last."""
         return tuple(
             KillerSnapshot(fingerprint=fingerprint, deaths=killer.deaths, quarantined=self._refuses(killer))
-            for fingerprint, killer in self._killers.items()
+            for fingerprint, killer in self.killers.items()
         )
 
-    def _refuses(self, killer: _Killer) -> bool:
+    def _refuses(self, killer: Killer) -> bool:
         return killer.deaths >= self._after > 0
 
     def _known(self, text: str) -> str | None:
         """Return the fingerprint of a killer message, else ``None``. Runs for each message, so it is quick for most."""
-        if not any(killer.chars == len(text) for killer in self._killers.values()):
+        if not any(killer.chars == len(text) for killer in self.killers.values()):
             return None
         fingerprint = _fingerprint(text)
-        return fingerprint if fingerprint in self._killers else None
+        return fingerprint if fingerprint in self.killers else None
 
 
 def _fingerprint(text: str) -> str:

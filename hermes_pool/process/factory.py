@@ -28,6 +28,7 @@ from hermes_pool.process.zygote_launcher import ZygoteLauncher
 from hermes_pool.settings import PoolSettings
 from hermes_pool.system.file_stamps import stamps_of
 from hermes_pool.system.processes import MARKER_VARIABLE
+from hermes_pool.system.state_dir import WORKSPACE
 from hermes_pool.system.threads import in_thread
 from hermes_pool_worker import wire
 
@@ -46,7 +47,7 @@ class WorkerFactory:
     def __init__(self, settings: PoolSettings, host_environment: Mapping[str, str], log: Any) -> None:
         self._settings = settings
         self._environment = worker_environment(settings, host_environment)
-        self._cwd = settings.worker_cwd or settings.state_dir / "workspace"
+        self._cwd = settings.worker_cwd or settings.state_dir / WORKSPACE
         self._data_dir = str(settings.state_dir / "agents" / settings.agent.replace(":", "_"))
         self._log = log
         self._pool_id = secrets.token_hex(8)
@@ -61,7 +62,9 @@ class WorkerFactory:
         )
         self._launcher = self._choose_launcher(log)
         self._launch_gate = asyncio.Semaphore(LAUNCHES_PER_CPU * (os.cpu_count() or 1))
-        self.breaker = StartBreaker(settings, monotonic, random.random, self._dependencies)
+        self.breaker = StartBreaker(
+            settings.starts, monotonic, random.random, self._dependencies, start_timeout_s=settings.timeouts.start_s
+        )
         self.spares = Spares(settings.spares, self._start_spare, log)
 
     def _choose_launcher(self, log: Any) -> Launcher:
@@ -74,7 +77,7 @@ class WorkerFactory:
             self._command(**{MARKER_VARIABLE: f"{self._pool_id}-zygote"}),
             settings.agent_options,
             settings.state_dir / "preload",
-            settings.start_timeout_s / 2,  # so that the same start still has time to spawn
+            settings.timeouts.start_s / 2,  # so that the same start still has time to spawn
             log,
             lifeline=self._lifeline.inherit,
             on_exit_without_zygote=self._end_session,
@@ -87,7 +90,6 @@ class WorkerFactory:
         """
         self._orphans.record()
         self._in_background(self._orphans.sweep)
-        self._make_workspace()
         if isinstance(self._launcher, ZygoteLauncher):
             self._launcher.warm_up()
         self.spares.refill()
@@ -119,10 +121,6 @@ class WorkerFactory:
         if isinstance(self._launcher, ZygoteLauncher):
             self._launcher.learn(modules)
 
-    def _make_workspace(self) -> None:
-        if self._settings.worker_cwd is None:
-            self._cwd.mkdir(parents=True, exist_ok=True)
-
     def _dependencies(self) -> object:
         """Return the state of the files that a start depends on. If it changes, a failure may have been fixed."""
         settings = self._settings
@@ -150,7 +148,7 @@ class WorkerFactory:
         Raises ``WorkerStartError``; at once, as ``WorkerUnusableError``, if another launch is useless. Raises what
         ``request`` raises.
         """
-        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.start_s
         request_future = asyncio.ensure_future(request)
         try:
             with self.breaker.start(conversation_id):
@@ -196,7 +194,7 @@ class WorkerFactory:
 
     async def _start_spare(self, listener: ConnectionListener) -> tuple[WorkerConnection, list[str]]:
         """Return a prepared worker, and the files that make it stale when they change."""
-        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.start_s
         connection = self._new_connection(listener)
         await self._launch(connection, deadline)
         prepared = await connection.prepare(wire.Prepare(dict(self._settings.agent_options), self._data_dir), deadline)
@@ -222,7 +220,6 @@ class WorkerFactory:
             next(self._markers),
             listener,
             frame_bytes_max=self._settings.frame_bytes_max,
-            stderr_lines_max=self._settings.stderr_lines_max,
             on_imported=self._learn_preload,
         )
         listener.connection_begun(connection)
@@ -235,7 +232,7 @@ class WorkerFactory:
             conversation_id,
             options=dict(settings.agent_options),
             data_dir=self._data_dir,
-            question_timeout_s=settings.question_timeout_s,
+            question_timeout_s=settings.timeouts.question_s,
             **session,
         )
 

@@ -12,11 +12,13 @@ from time import monotonic
 from typing import Any
 
 from hermes_pool.errors import HermesPoolError
-from hermes_pool.process.connection import ConnectionListener, Death, WorkerConnection
+from hermes_pool.process.connection import ConnectionListener, WorkerConnection
+from hermes_pool.process.death import Death
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.system import processes
 from hermes_pool.system.file_stamps import FileStamps, stamps_of
 from hermes_pool.system.threads import in_thread
+from hermes_pool_worker import wire
 
 MEMORY_FREE_MIN = 0.1
 """Share of the machine's memory that must be available before another spare is started."""
@@ -133,11 +135,13 @@ class Spares:
     def connection_begun(self, connection: WorkerConnection) -> None:
         """Do nothing: a spare counts once it is ready."""
 
-    def connection_heard(self, message: Any) -> None:
-        """Drop it: a spare has no turns."""
+    def connection_heard(self, frame: wire.TurnFrame) -> bool:
+        """Refuse it: a spare has no turns."""
+        return False
 
-    def connection_background(self, message: Any) -> None:
-        """Drop it: a spare has no background jobs."""
+    def connection_background(self, frame: wire.BackgroundFrame) -> bool:
+        """Refuse it: a spare has no background jobs."""
+        return False
 
     def connection_said(self, line: str) -> None:
         """Log a line of its stderr."""

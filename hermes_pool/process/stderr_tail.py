@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Callable
 
+LINES_KEPT = 50
+"""How many are kept for error reports: a traceback of Python and what was said before it."""
 STDERR_LINES_AT_ONCE_MAX = 1000
 """Most lines logged from one read, the last ones: each costs 20 us, and the event loop waits for it."""
 STDERR_LINE_CHARS = 2000

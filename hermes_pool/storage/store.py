@@ -13,7 +13,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, cast
 
@@ -27,15 +26,13 @@ from sqlmodel import Field, SQLModel
 from hermes_pool.errors import InvalidKeyError, SettingsError, StateNotWritableError, StoreError
 from hermes_pool.settings import SessionKey
 from hermes_pool.storage.json_sql import BY_DIALECT, JsonSql, path
+from hermes_pool.storage.record import SCHEMA, SessionRecord
 from hermes_pool.system.threads import in_thread
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # it needs greenlet, which who has no such engine need not have
 
 T = TypeVar("T")
-
-SCHEMA = 1
-"""The layout of what is stored. A record with a higher number is neither read nor overwritten."""
 
 _AT_ONCE = {"postgresql": 4, "sqlite": 2}
 """Operations of one store that run at the same time; the others wait in line. SQLite has one writer, and each further
@@ -54,53 +51,6 @@ class Conversation(_OwnTables, table=True):
     """The conversation's id."""
     agent_state: dict[str, Any] | None = Field(default=None, sa_column=sa.Column(sa.JSON, nullable=True))
     """``{"runtime": ..., "runtime_state": {"hermes": ...}}``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionRecord:
-    """What is stored of one session. ``None`` is "not known", and such a member is absent from the stored object.
-
-    So ``restart_count`` and ``status`` are always there, ``session_id`` and ``last_used_at`` from when they are known.
-    """
-
-    session_id: str | None = None
-    """The agent's own name of the session."""
-    last_used_at: str | None = None
-    """End of the last turn, ISO 8601 in UTC."""
-    restart_count: int = 0
-    """Workers that died and were replaced."""
-    status: Literal["healthy", "dormant", "failed"] = "dormant"
-    """``healthy``: it has a worker. ``dormant``: it has none, and the next message resumes it. ``failed``: no worker
-    could be started."""
-    committed: str | None = None
-    """The agent's mark of the history up to the last turn that ended with a reply."""
-    incarnation: int = 0
-    """The how-manieth worker it has, or had last."""
-    turns: int = 0
-    """Turns that ended with a reply."""
-    pid: int | None = None
-    create_time: float | None = None
-    """Of the worker's process, in seconds since the epoch; with the pid, its identity."""
-    host: str | None = None
-    """The machine that the pid belongs to."""
-    agent: str | None = None
-    last_error: str | None = None
-    schema: int = SCHEMA
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what is stored, for any JSON database: a member is ``None`` if it must be absent.
-
-        NUL and halves of surrogate pairs, which not every database takes, become U+FFFD.
-        """
-        return {each.name: _storable(getattr(self, each.name)) for each in fields(self)}
-
-    @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Self:
-        """Read a stored object. Unknown members are ignored, and one of a wrong type counts as absent."""
-        values = {each.name: _as_declared(each.type, stored.get(each.name)) for each in fields(cls)}
-        if values["status"] not in ("healthy", "dormant", "failed"):
-            values["status"] = None
-        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 class ConversationStore:
@@ -350,6 +300,13 @@ class ConversationStore:
             return StoreError(
                 "no connection became free in time: give the engine a larger pool", conversation_id=conversation_id
             )
+        no_folder = isinstance(error, OSError) and error.filename is not None
+        if self._own_url is not None and (no_folder or "unable to open database file" in str(cause)):
+            return StoreError(
+                f"the database file {self._own_url.database} cannot be opened ({said}): it must be a file, in a "
+                "folder that this user can write; name another one with database_url",
+                conversation_id=conversation_id,
+            )
         # 55P03 is lock_timeout, 57014 statement_timeout; SQLite has words only.
         if code in ("55P03", "57014") or (isinstance(error, DBAPIError) and "locked" in str(cause)):
             return self._too_late(conversation_id)
@@ -531,20 +488,3 @@ def _parsed(value: str) -> Any:
 def _dumped(value: dict[str, Any]) -> str:
     # Whatever else a caller may put in (bytes, a date) is kept as its text, rather than losing the record over it.
     return json.dumps(value, allow_nan=False, default=str)
-
-
-def _storable(value: Any) -> Any:
-    if isinstance(value, str):
-        return "".join("\ufffd" if char == "\0" or "\ud800" <= char <= "\udfff" else char for char in value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _as_declared(declared: Any, value: Any) -> Any:
-    """Return ``value`` if it is of the type that a field is declared with, else ``None``."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value if isinstance(value, str) and declared not in (int, int | None, float | None) else None
-    if declared == float | None:
-        with contextlib.suppress(OverflowError):
-            return float(value) if math.isfinite(value) else None
-        return None
-    return value if declared in (int, int | None) and isinstance(value, int) else None

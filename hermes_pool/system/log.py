@@ -5,10 +5,9 @@ logger ``hermes_pool``, which has only a null handler.
 """
 
 import logging
+import sys
 from collections.abc import MutableMapping
 from typing import Any
-
-import structlog
 
 _standard = logging.getLogger("hermes_pool")
 _standard.addHandler(logging.NullHandler())
@@ -16,6 +15,8 @@ _standard.addHandler(logging.NullHandler())
 
 def logger(**bound: Any) -> Any:
     """Return a logger that adds the ``bound`` values to each event."""
+    import structlog  # noqa: PLC0415 - slow to import, and often not needed
+
     if structlog.is_configured():
         return structlog.get_logger("hermes_pool", **bound)
     return structlog.wrap_logger(
@@ -38,4 +39,5 @@ def is_enabled_for(level: int) -> bool:
 
     Ask once per start of a worker rather than once per turn, where it would cost too much.
     """
-    return structlog.is_configured() or _standard.isEnabledFor(level)
+    structlog = sys.modules.get("structlog")  # a host that has configured it has also imported it
+    return (structlog is not None and structlog.is_configured()) or _standard.isEnabledFor(level)

@@ -141,7 +141,7 @@ METRICS: Mapping[str, Metric] = {
         ),
         options={"samples": 10},
         quick={"samples": 3},
-        note="seen: the caller has its error. Ours with restarts_max=0.",
+        note="seen: the caller has its error. Ours replaces no worker.",
     ),
     "M7": Metric(
         title="A host with idle sessions that does nothing",

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from _bench.fleet import DELTAS, Fleet, NotSupportedError, Situation, tree
-from hermes_pool import HermesSessionManager, PoolSettings, SettingsError, TextDelta
+from hermes_pool import HermesSessionManager, PoolSettings, RestartPolicy, SettingsError, TextDelta
 
 AGENT = "hermes_pool_bench_agent:BenchAgent"
 SPARES = 2
@@ -46,8 +46,8 @@ class Pool(Fleet):
             how = {
                 "agent": AGENT,
                 "agent_paths": (str(Path(__file__).parent),),
-                "restarts_max": 0,
-                "quarantine_after": 0,  # it is killed in the same message again and again
+                # It is killed in the same message again and again.
+                "restarts": RestartPolicy(replacements_per_turn_max=0, quarantine_after=0),
             }
         settings = settings_of(
             self.launcher, self.spares, state_dir=folder, workers_max=self.situation.sessions + 8, **how

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import OpenPool, until
+from conftest import OpenPool, quick, until
 from outside import complaints, gone, hermes_of, memory_growth, process_of, row_of
 
-from hermes_pool import HermesSessionManager
+from hermes_pool import HermesSessionManager, RestartPolicy
 from hermes_pool.errors import (
     HermesPoolError,
     TurnTimeoutError,
@@ -148,7 +148,10 @@ async def test_whatever_is_no_message_ends_its_worker_and_nothing_else(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
 ) -> None:
     pool = await open_pool(
-        **faulty("writes_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher, restarts_max=0, quarantine_after=0
+        **faulty("writes_what_a_file_holds"),
+        worker_cwd=tmp_path,
+        launcher=launcher,
+        restarts=RestartPolicy(replacements_per_turn_max=0, quarantine_after=0),
     )
     await pool.send("c", "hello")
     with complaints() as complained, memory_growth() as growth:
@@ -193,8 +196,8 @@ async def test_half_a_frame_and_then_silence_ends_at_the_limit_of_silence(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str, cut: int
 ) -> None:
     pool = await open_pool(
-        **faulty("writes_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher, progress_timeout_s=0.3,
-        close_grace_s=0.2, term_grace_s=0.2,
+        **faulty("writes_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher,
+        timeouts=quick(progress_s=0.3, close_grace_s=0.2, term_grace_s=0.2),
     )  # fmt: skip
     await pool.send("c", "hello")
     async with innocent(pool):
@@ -273,7 +276,10 @@ async def test_names_without_an_end_are_not_kept_nor_stored(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
 ) -> None:
     pool = await open_pool(
-        **faulty("writes_what_a_file_holds"), worker_cwd=tmp_path, launcher=launcher, restarts_max=0, quarantine_after=0
+        **faulty("writes_what_a_file_holds"),
+        worker_cwd=tmp_path,
+        launcher=launcher,
+        restarts=RestartPolicy(replacements_per_turn_max=0, quarantine_after=0),
     )
     await pool.send("c", "hello")
     session_id = (await row_of(pool, "c")).session_id
@@ -405,7 +411,9 @@ async def test_a_worker_that_reads_no_more_holds_up_nobody_else(
     open_pool: OpenPool, faulty: Faulty, launcher: str, size: int
 ) -> None:
     pool = await open_pool(
-        **faulty("reads_no_more"), launcher=launcher, progress_timeout_s=0.5, close_grace_s=0.2, term_grace_s=0.2
+        **faulty("reads_no_more"),
+        launcher=launcher,
+        timeouts=quick(progress_s=0.5, close_grace_s=0.2, term_grace_s=0.2),
     )
     assert (await pool.send("c", "read no more")).text == "deaf from here on"
     with complaints() as complained, memory_growth() as growth:
@@ -413,7 +421,7 @@ async def test_a_worker_that_reads_no_more_holds_up_nobody_else(
             began = time.monotonic()
             with pytest.raises(TurnTimeoutError) as caught:
                 await asyncio.wait_for(pool.send("c", "x" * size), 10)
-            assert caught.value.limit == "progress_timeout_s"
+            assert caught.value.limit == "timeouts.progress_s"
             assert time.monotonic() - began < 0.5 + 0.4 + 1
             reply = await asyncio.wait_for(pool.send("c", "/count"), 10)
             assert (reply.text, reply.restarts) == ("1", 0)
@@ -425,7 +433,9 @@ async def test_a_worker_that_reads_no_more_holds_up_nobody_else(
 async def test_answers_queued_for_a_worker_that_reads_no_more_hold_up_nobody_else(
     open_pool: OpenPool, faulty: Faulty, launcher: str
 ) -> None:
-    pool = await open_pool(**faulty("reads_no_more"), launcher=launcher, close_grace_s=0.2, term_grace_s=0.2)
+    pool = await open_pool(
+        **faulty("reads_no_more"), launcher=launcher, timeouts=quick(close_grace_s=0.2, term_grace_s=0.2)
+    )
     async with innocent(pool):
         async with pool.turn("c", "read no more and ask") as turn:
             question = await anext(turn)

@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import FAULTY, OpenPool, until
+from conftest import FAULTY, OpenPool, quick, until
 from outside import gone, lines, never, process_of, row_of
 
-from hermes_pool import HermesSessionManager
+from hermes_pool import HermesSessionManager, RestartPolicy
 from hermes_pool.errors import RestartBackoffError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
 
@@ -98,7 +98,12 @@ async def test_kill_the_worker_running_a_while_b_runs(open_pool: OpenPool, fault
 
 @LAUNCHERS
 async def test_kill_worker_with_a_call_in_flight(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
-    pool = await open_pool(**faulty("waits_for_cancel"), launcher=launcher, replay="never", restarts_max=0)
+    pool = await open_pool(
+        **faulty("waits_for_cancel"),
+        launcher=launcher,
+        replay="never",
+        restarts=RestartPolicy(replacements_per_turn_max=0),
+    )
     errors: list[float] = []
     following: list[float] = []
     for number in range(3):
@@ -117,7 +122,9 @@ async def test_kill_worker_with_a_call_in_flight(open_pool: OpenPool, faulty: Fa
 async def test_kill_every_worker_again_and_again(
     open_pool: OpenPool, faulty: Faulty, launcher: str, tmp_path: Path
 ) -> None:
-    pool = await open_pool(**faulty("waits_for_cancel"), worker_cwd=tmp_path, launcher=launcher, quarantine_after=0)
+    pool = await open_pool(
+        **faulty("waits_for_cancel"), worker_cwd=tmp_path, launcher=launcher, restarts=RestartPolicy(quarantine_after=0)
+    )
     await asyncio.gather(*(pool.send(name, "hello") for name in "abc"))
     for name in "abc":
         (await process_of(pool, name)).kill()
@@ -160,7 +167,7 @@ async def _all_stopped(pool: HermesSessionManager) -> bool:
 @LAUNCHERS
 async def test_sigstop_the_busy_worker_defaults(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
     """The defaults are too long for a test: the same limit, 60 times shorter."""
-    pool = await open_pool(**faulty("waits_for_cancel"), launcher=launcher, sample_s=0.1, wedged_after_s=1.0)
+    pool = await open_pool(**faulty("waits_for_cancel"), launcher=launcher, sample_s=0.1, timeouts=quick(wedged_s=1.0))
     seen: list[float] = []
     took: list[float] = []
     for _ in range(2):
@@ -186,7 +193,9 @@ async def _health(pool: HermesSessionManager, conversation_id: str, health: str)
 @LAUNCHERS
 async def test_sigstop_the_busy_worker_own_limit_on(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
     pool = await open_pool(
-        **faulty("waits_for_cancel"), launcher=launcher, progress_timeout_s=0.5, close_grace_s=0.2, term_grace_s=0.2
+        **faulty("waits_for_cancel"),
+        launcher=launcher,
+        timeouts=quick(progress_s=0.5, close_grace_s=0.2, term_grace_s=0.2),
     )
     took: list[float] = []
     for number in range(2):
@@ -195,7 +204,7 @@ async def test_sigstop_the_busy_worker_own_limit_on(open_pool: OpenPool, faulty:
         worker.suspend()
         with pytest.raises(TurnTimeoutError) as caught:
             await timed(turn.reply(), took)
-        assert caught.value.limit == "progress_timeout_s"
+        assert caught.value.limit == "timeouts.progress_s"
         await until(lambda: gone(worker), "the worker to be killed", 2)  # noqa: B023
         assert (await pool.send("c", "/count")).text == str(number + 1)
     assert max(took) < 0.5 + 0.4 + 1.5
@@ -289,7 +298,10 @@ async def test_polite_close(open_pool: OpenPool, faulty: Faulty, launcher: str, 
     took: list[float] = []
     for number in range(3):
         pool = await open_pool(
-            **faulty(agent), launcher=launcher, close_grace_s=0.3, term_grace_s=0.3, state_dir=tmp_path / str(number)
+            **faulty(agent),
+            launcher=launcher,
+            timeouts=quick(close_grace_s=0.3, term_grace_s=0.3),
+            state_dir=tmp_path / str(number),
         )
         tool = psutil.Process(int((await pool.send("c", text)).text))
         worker = await process_of(pool, "c")
@@ -316,7 +328,9 @@ async def test_300_kb_on_stderr(open_pool: OpenPool, faulty: Faulty, launcher: s
 @LAUNCHERS
 async def test_child_stops_reading_200_kb_queued(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
     pool = await open_pool(
-        **faulty("reads_no_more"), launcher=launcher, progress_timeout_s=1.5, close_grace_s=0.2, term_grace_s=0.2
+        **faulty("reads_no_more"),
+        launcher=launcher,
+        timeouts=quick(progress_s=1.5, close_grace_s=0.2, term_grace_s=0.2),
     )
     await pool.send("2nd", "hello")
     async with pool.turn("3rd", "read no more and ask") as third:

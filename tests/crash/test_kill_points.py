@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
-from conftest import OpenPool, Pool, until
+from conftest import OpenPool, Pool, quick, until
 from outside import complaints, gone, hermes_of, lines, process_of, row_of
 
-from hermes_pool import HermesPoolError, Reply
+from hermes_pool import HermesPoolError, Reply, RestartPolicy, StartPolicy
 from hermes_pool.conversation.session import Session
-from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerStartError
+from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerDiedError, WorkerStartError
 from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
@@ -33,7 +33,10 @@ Faulty = Callable[..., dict[str, Any]]
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
-UNBOUNDED = {"quarantine_after": 0, "restarts_in_window_max": 1000, "start_failures_max": 1000}
+UNBOUNDED = {
+    "restarts": RestartPolicy(quarantine_after=0, deaths_in_window_max=1000),
+    "starts": StartPolicy(failures_max=1000),
+}
 """No breaker may hide what happens at the next death."""
 TOOL = "use a tool"
 
@@ -185,7 +188,7 @@ class Expected:
         else:
             assert type(outcome) is (self.error or self.or_error)
             assert outcome.conversation_id == conversation_id
-        if isinstance(outcome, WorkerCrashedError):
+        if isinstance(outcome, WorkerDiedError):
             assert outcome.returncode == -signal.SIGKILL
             assert outcome.report is not None
             assert outcome.report.report_id in str(outcome)
@@ -392,7 +395,9 @@ async def test_the_real_hermes_killed_in_a_reply_in_a_tool_and_at_rest_has_the_r
 ) -> None:
     with ScriptedModel() as model:
         home = write_hermes_home(tmp_path / "hermes", model.url)
-        pool = await open_pool(agent="hermes", hermes_home=home, launcher="zygote", start_timeout_s=60, **UNBOUNDED)
+        pool = await open_pool(
+            agent="hermes", hermes_home=home, launcher="zygote", timeouts=quick(start_s=60), **UNBOUNDED
+        )
         await pool.send("c", "I am Ada.")
         worker = await process_of(pool, "c")
         async with pool.turn("c", "[slow 8] once") as turn:
@@ -461,7 +466,7 @@ async def test_a_worker_killed_while_it_goes_dormant_is_no_crash(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
 ) -> None:
     pool = await open_pool(
-        **faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher, idle_timeout_s=0.2
+        **faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher, timeouts=quick(idle_s=0.2)
     )
 
     async def killed_at(name: str, point: str) -> None:
@@ -492,7 +497,7 @@ async def test_a_worker_killed_while_its_metadata_is_being_saved(
 ) -> None:
     pool = await open_pool(
         **faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher,
-        idle_timeout_s=0.3 if saved_by == "sweep" else 900.0,
+        timeouts=quick(idle_s=0.3 if saved_by == "sweep" else 900.0),
     )  # fmt: skip
     saving, go_on = asyncio.Event(), asyncio.Event()
     save = pool._store.save

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from hermes_pool import Timeouts
+
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 sys.path.insert(0, SCRIPTS)
 try:
@@ -14,7 +16,7 @@ finally:
     sys.path.remove(SCRIPTS)
 
 pytestmark = pytest.mark.timeout(60)
-QUICK: dict[str, Any] = {"close_grace_s": 1.0, "term_grace_s": 0.5}
+QUICK: dict[str, Any] = {"timeouts": Timeouts(close_grace_s=1.0, term_grace_s=0.5)}
 TYPED = {
     "reply", "reply after 1 restart", "TurnInterruptedError", "WorkerCrashedError", "WorkerStartError",
 }  # fmt: skip

@@ -345,7 +345,7 @@ def test_ctrl_c_at_the_prompt_leaves(screen) -> None:
 
 
 def test_ctrl_c_twice_leaves_in_the_middle_of_a_turn(screen, environment) -> None:
-    environment.update(HERMES_POOL_CLOSE_GRACE_S="1", HERMES_POOL_TERM_GRACE_S="0.2")
+    environment.update(HERMES_POOL_TIMEOUTS__CLOSE_GRACE_S="1", HERMES_POOL_TIMEOUTS__TERM_GRACE_S="0.2")
     chat = screen("--agent", "slow_agent:Slow")
     chat.wait_for("> ")
     chat.type("deaf\n")

@@ -8,6 +8,7 @@ import psutil
 import pytest
 from conftest import OpenPool, children
 
+from hermes_pool import RestartPolicy
 from hermes_pool.errors import WorkerCrashedError
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
@@ -49,7 +50,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         "agent_paths": (str(tmp_path / "agents"),),
         "worker_cwd": tmp_path / "cwd",
         "worker_env": {"PROVIDER_KEY": KEY},
-        "restarts_max": 0,
+        "restarts": RestartPolicy(replacements_per_turn_max=0),
     }
 
 

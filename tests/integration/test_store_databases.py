@@ -26,7 +26,8 @@ from sqlmodel import Field, SQLModel
 
 from hermes_pool.errors import StateNotWritableError, StoreError
 from hermes_pool.settings import SessionKey
-from hermes_pool.storage.store import ConversationStore, SessionRecord
+from hermes_pool.storage.record import SessionRecord
+from hermes_pool.storage.store import ConversationStore
 
 KEY = SessionKey("c1")
 RECORD = SessionRecord(

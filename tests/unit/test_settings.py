@@ -1,3 +1,4 @@
+import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,8 @@ from hermes_pool.process.environment import worker_environment
         {"replay": "sometimes"},
         {"launcher": "catapult"},
         {"worker_python": ""},
-        {"idle_timeout_s": 0},
-        {"turn_timeout_s": -1},
-        {"progress_timeout_s": float("nan")},
         {"workers_max": 0},
         {"spares": -1},
-        {"restarts_max": -1},
-        {"close_grace_s": -0.1},
         {"frame_bytes_max": 100},
         {"frame_bytes_max": 2**32},
         {"agent_paths": "/a/folder"},
@@ -84,3 +80,39 @@ def test_the_environment_is_an_allow_list_and_what_the_settings_add(tmp_path: Pa
     assert set(plain) == {"PATH", "HOME", "LANG", "HTTPS_PROXY", "HERMES_HOME", "PYTHONUNBUFFERED", "PYTHONUTF8"}
     own = worker_environment(PoolSettings(hermes_home=tmp_path, worker_env={"LANG": "de", "API_KEY": "k"}), host)
     assert (own["HERMES_HOME"], own["LANG"], own["API_KEY"]) == (str(tmp_path), "de", "k")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there, the home folder comes from elsewhere")
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import pwd
+
+    def unknown(uid: int) -> Any:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")  # as in a container whose user has no entry
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for variable in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(SettingsError, match="set HOME, or state_dir"):
+        PoolSettings()
+    assert PoolSettings(state_dir=tmp_path).state_dir == tmp_path
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert PoolSettings().state_dir == tmp_path / "hermes-pool"
+
+
+@pytest.mark.parametrize("name", ["state_dir", "worker_cwd", "hermes_home"])
+def test_a_home_that_is_nobodys_is_refused_and_named(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}='~nobody-of-that-name/here'"):
+        PoolSettings(**{name: "~nobody-of-that-name/here"})  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there, a folder that is in use cannot be removed")
+def test_a_path_below_a_current_folder_that_is_gone_is_refused_and_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SettingsError, match="state_dir='here'"):
+        PoolSettings(state_dir=Path("here"))
+    with pytest.raises(SettingsError, match="agent_paths='lib'"):
+        PoolSettings(state_dir=tmp_path, agent_paths=("lib",))

@@ -98,7 +98,7 @@ class RunningTurn(Protocol):
     def background_started(self, job_id: str, name: str) -> None:
         """Say that work goes on that may outlast the turn; say it before the turn ends, or the worker may go.
 
-        Until every job has ended, but at most ``background_timeout_s`` after the turn's end, the worker does not count
+        Until every job has ended, but at most ``timeouts.background_s`` after the turn's end, the worker does not count
         as idle. ``job_id`` is any text that tells one job from another; up to 100 jobs are kept at a time. This method
         and the next one may be called after the turn's end as well.
         """

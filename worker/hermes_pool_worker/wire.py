@@ -346,6 +346,12 @@ ToZygote: TypeAlias = Preload | Fork
 FromZygote: TypeAlias = Preloaded | Forked | NotForked | Reaped
 Event: TypeAlias = TextDelta | ReasoningDelta | ToolStarted | ToolFinished | Status | Question | SessionMoved
 """What a caller sees of a running turn."""
+TurnFrame: TypeAlias = Event | TurnDone | TurnFailed
+"""What a worker sends in a turn."""
+BackgroundFrame: TypeAlias = BackgroundStarted | BackgroundFinished
+"""News of work that outlasts its turn."""
+WorkerFrame: TypeAlias = Hello | Prepared | Opened | Pong | Closed | Imported | BackgroundFrame
+"""What a worker sends that belongs to no turn."""
 
 
 def worker_takes(frame_bytes_max: int) -> int:

@@ -12,11 +12,12 @@ from hermes_pool import (
     HermesPoolError,
     MessageQuarantinedError,
     NoCapacityError,
-    PoolSettings,
     PoolUnavailableError,
     PoolUnusableError,
     RestartBackoffError,
+    RestartPolicy,
     SettingsError,
+    StartPolicy,
     StoreError,
     WorkerStartError,
     WorkerStartTimeoutError,
@@ -26,17 +27,8 @@ from hermes_pool.policy.breakers import RestartBudget, StartBreaker, backoff_s
 from hermes_pool.policy.quarantine import QUARANTINE_KEPT, Quarantine
 from hermes_pool.snapshot import BreakerSnapshot, KillerSnapshot
 
-SETTINGS = PoolSettings(
-    restarts_in_window_max=3,
-    restarts_window_s=100,
-    restart_backoff_s=1,
-    restart_backoff_max_s=16,
-    quarantine_after=2,
-    start_failures_max=3,
-    start_probe_s=10,
-    start_probe_max_s=120,
-    start_timeout_s=60,
-)
+RESTARTS = RestartPolicy(deaths_in_window_max=3, window_s=100, backoff_s=1, quarantine_after=2)
+STARTS = StartPolicy(failures_max=3, probe_s=10)
 
 
 class Clock:
@@ -91,29 +83,31 @@ def test_a_back_off_is_over_0_and_never_longer_than_its_limit(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"restarts_in_window_max": 0},
-        {"restarts_window_s": 0},
-        {"restart_backoff_s": 0},
-        {"restart_backoff_s": 61},
-        {"restart_backoff_max_s": float("nan")},
+        {"deaths_in_window_max": 0},
+        {"window_s": 0},
+        {"backoff_s": 0},
+        {"backoff_s": 61},
+        {"backoff_s": float("nan")},
         {"quarantine_after": -1},
-        {"start_failures_max": 0},
-        {"start_probe_s": -1},
-        {"start_probe_s": 121},
-        {"start_probe_max_s": 0},
     ],
     ids=str,
 )
-def test_settings_of_breakers_that_make_no_sense_are_refused_and_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match=next(iter(wrong))):
-        PoolSettings(**wrong)
+def test_a_policy_of_restarts_that_makes_no_sense_is_refused_and_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"restarts.{next(iter(wrong))}"):
+        RestartPolicy(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"failures_max": 0}, {"probe_s": -1}, {"probe_s": 121}], ids=str)
+def test_a_policy_of_starts_that_makes_no_sense_is_refused_and_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"starts.{next(iter(wrong))}"):
+        StartPolicy(**wrong)
 
 
 # --- the restart budget ---
 
 
 def budget(clock: Clock, random: Callable[[], float] = whole) -> RestartBudget:
-    return RestartBudget(SETTINGS, clock, random, conversation_id="c")
+    return RestartBudget(RESTARTS, clock, random, conversation_id="c")
 
 
 def test_deaths_within_the_rate_delay_nothing(clock: Clock) -> None:
@@ -157,12 +151,12 @@ def test_each_try_that_dies_doubles_the_wait_and_a_completed_turn_ends_it(clock:
     for _ in range(3):
         restarts.note_death()
     waits = []
-    for _ in range(6):
+    for _ in range(8):
         restarts.note_death()
         waits.append(refused(restarts.check).retry_after_s)
         clock.now += waits[-1]
         assert refused(restarts.check) is None
-    assert waits == [1, 2, 4, 8, 16, 16]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
     restarts.note_completed()
     assert restarts.snapshot() == BreakerSnapshot(state="closed", failures=0, failures_max=3)
     for _ in range(3):
@@ -235,7 +229,7 @@ def test_a_budget_never_delays_the_first_deaths_and_never_shuts_out_for_good(
         if since_completed <= 3:
             assert seen.state == "closed"
         if error is not None:
-            assert 0 < error.retry_after_s <= 16
+            assert 0 < error.retry_after_s <= 60
             later = clock.now + error.retry_after_s + 1e-6
             now, clock.now = clock.now, later
             assert restarts.snapshot().state == "half_open"
@@ -247,7 +241,7 @@ def test_a_budget_never_delays_the_first_deaths_and_never_shuts_out_for_good(
 
 
 def test_a_message_that_has_killed_twice_is_refused_and_any_other_is_not() -> None:
-    quarantine = Quarantine(SETTINGS, conversation_id="c")
+    quarantine = Quarantine(RESTARTS, conversation_id="c")
     quarantine.note_death("kill")
     assert refused(quarantine.check, "kill") is None
     quarantine.note_death("kill")
@@ -263,7 +257,7 @@ def test_a_message_that_has_killed_twice_is_refused_and_any_other_is_not() -> No
 
 @pytest.mark.parametrize("way", ["completed", "release", "reset"])
 def test_a_quarantined_message_is_let_in_again_as_if_it_had_never_killed(way: str) -> None:
-    quarantine = Quarantine(SETTINGS)
+    quarantine = Quarantine(RESTARTS)
     for _ in range(2):
         quarantine.note_death("kill")
     fingerprint = refused(quarantine.check, "kill").fingerprint
@@ -281,7 +275,7 @@ def test_a_quarantined_message_is_let_in_again_as_if_it_had_never_killed(way: st
 
 
 def test_the_completed_turn_of_another_message_clears_nothing() -> None:
-    quarantine = Quarantine(SETTINGS)
+    quarantine = Quarantine(RESTARTS)
     for _ in range(2):
         quarantine.note_death("kill")
     quarantine.note_completed("fine")
@@ -290,7 +284,7 @@ def test_the_completed_turn_of_another_message_clears_nothing() -> None:
 
 
 def test_a_text_that_cannot_be_encoded_is_a_message_as_any_other() -> None:
-    quarantine = Quarantine(SETTINGS)
+    quarantine = Quarantine(RESTARTS)
     for _ in range(2):
         quarantine.note_death("half \ud83d")
     assert refused(quarantine.check, "half \ud83d") is not None
@@ -298,7 +292,7 @@ def test_a_text_that_cannot_be_encoded_is_a_message_as_any_other() -> None:
 
 
 def test_nothing_of_the_text_is_kept_or_told() -> None:
-    quarantine = Quarantine(SETTINGS)
+    quarantine = Quarantine(RESTARTS)
     secret = "open sesame"
     for _ in range(2):
         quarantine.note_death(secret)
@@ -309,7 +303,7 @@ def test_nothing_of_the_text_is_kept_or_told() -> None:
 
 
 def test_the_latest_killers_are_remembered_and_the_oldest_is_forgotten() -> None:
-    quarantine = Quarantine(SETTINGS)
+    quarantine = Quarantine(RESTARTS)
     for _ in range(2):
         quarantine.note_death("first")
     for number in range(QUARANTINE_KEPT - 1):
@@ -325,7 +319,7 @@ def test_the_latest_killers_are_remembered_and_the_oldest_is_forgotten() -> None
 
 @pytest.mark.parametrize(("after", "refused_at"), [(0, None), (1, 1), (3, 3)])
 def test_how_many_deaths_it_takes_is_a_setting(after: int, refused_at: int | None) -> None:
-    quarantine = Quarantine(PoolSettings(quarantine_after=after))
+    quarantine = Quarantine(RestartPolicy(quarantine_after=after))
     for number in range(1, 6):
         quarantine.note_death("kill")
         if refused_at is None or number < refused_at:
@@ -340,7 +334,7 @@ def test_how_many_deaths_it_takes_is_a_setting(after: int, refused_at: int | Non
 def test_a_quarantine_knows_of_each_message_its_deaths_since_it_was_last_completed(
     happenings: list[tuple[str, str]],
 ) -> None:
-    quarantine = Quarantine(SETTINGS)
+    quarantine = Quarantine(RESTARTS)
     deaths: dict[str, int] = {}
     for what, text in happenings:
         if what == "death":
@@ -369,12 +363,12 @@ class World:
 
 
 def breaker(clock: Clock, look: Callable[[], object] = lambda: None) -> StartBreaker:
-    return StartBreaker(SETTINGS, clock, whole, look)
+    return StartBreaker(STARTS, clock, whole, look, start_timeout_s=60)
 
 
 DIED = WorkerStartError("the worker exited with status 3", step="open", stderr_tail=("Ada's secret",))
 UNUSABLE = WorkerUnusableError("there is no interpreter: correct worker_python", step="launch")
-LATE = WorkerStartTimeoutError("not within start_timeout_s", step="hello")
+LATE = WorkerStartTimeoutError("not within timeouts.start_s", step="hello")
 FULL = NoCapacityError("no room for another worker", step="launch")
 
 
@@ -412,9 +406,9 @@ def test_it_opens_after_so_many_failed_starts_in_a_row(clock: Clock) -> None:
     error = refused(starts.check, "d")
     assert type(error) is PoolUnavailableError
     assert (error.step, error.retry_after_s, error.retryable, error.conversation_id) == ("hello", 10, True, "d")
-    assert "not within start_timeout_s" in str(error)
+    assert "not within timeouts.start_s" in str(error)
     assert starts.snapshot() == BreakerSnapshot(
-        state="open", failures=3, failures_max=3, retry_after_s=10, last_error="not within start_timeout_s"
+        state="open", failures=3, failures_max=3, retry_after_s=10, last_error="not within timeouts.start_s"
     )
 
 

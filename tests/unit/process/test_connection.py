@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_pool.process.connection import UNASKED_MAX, Death, WorkerConnection
+from hermes_pool.process.connection import UNASKED_MAX, WorkerConnection
+from hermes_pool.process.death import Death
 from hermes_pool.process.launcher import Exit
 from hermes_pool.process.stderr_tail import STDERR_LINE_CHARS, StderrTail
 from hermes_pool_worker import wire
@@ -69,20 +70,15 @@ class Process:
 
 
 class Listener:
-    """Whose worker it is: no turn runs, so nothing that belongs to one has an addressee."""
+    """The worker's owner: no turn runs, so nobody has asked for a frame of one."""
 
-    connection: WorkerConnection
-
-    def connection_heard(self, message: Any) -> None:
-        self.connection.note_unasked()
+    def connection_heard(self, frame: wire.TurnFrame) -> bool:
+        return False
 
 
 def connected() -> tuple[WorkerConnection, Any]:
     listener: Any = Listener()
-    connection = WorkerConnection(
-        "m", listener, frame_bytes_max=1 << 20, stderr_lines_max=5, on_imported=lambda _: None
-    )
-    listener.connection = connection
+    connection = WorkerConnection("m", listener, frame_bytes_max=1 << 20, on_imported=lambda _: None)
     process: Any = Process()
     connection.process = process
     return connection, process

@@ -14,7 +14,8 @@ from sqlmodel import Field, SQLModel
 
 from hermes_pool.errors import InvalidKeyError, SettingsError
 from hermes_pool.settings import SessionKey
-from hermes_pool.storage.store import Conversation, ConversationStore, SessionRecord, why_not_writable
+from hermes_pool.storage.record import SessionRecord
+from hermes_pool.storage.store import Conversation, ConversationStore, why_not_writable
 
 
 def test_the_users_four_keys_have_the_users_names():
