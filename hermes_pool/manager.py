@@ -222,13 +222,14 @@ class HermesSessionManager:
         """Return all sessions of this pool as they are now, with what the operating system says of their processes."""
         rows = [session.snapshot() for session in self._sessions.values()] + self._services.factory.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
-        looks = dict(zip(identities, await in_thread_or_here(partial(processes.look_all, identities)), strict=True))
+        trees = await in_thread_or_here(partial(processes.inspect_trees, identities))
+        found = dict(zip(identities, trees, strict=True))
         deaths = {(report.conversation_id, report.user_id): report.report_id for report in self._reports}
         seen = []
         for row in rows:
-            look = looks.get((row.pid, row.create_time))  # type: ignore[arg-type]
+            tree = found.get((row.pid, row.create_time))  # type: ignore[arg-type]
             more: dict[str, Any] = (
-                {} if look is None else {"health": look.health, "rss_bytes": look.rss_bytes, "cpu_s": look.cpu_s}
+                {} if tree is None else {"health": tree.health, "rss_bytes": tree.rss_bytes, "cpu_s": tree.cpu_s}
             )
             last_death = deaths.get((row.conversation_id, row.user_id))
             seen.append(replace(row, supervisor_pid=os.getpid(), last_death=last_death, **more))

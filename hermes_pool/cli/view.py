@@ -119,7 +119,7 @@ def stored_sessions(settings: PoolSettings) -> list[SessionSnapshot]:
         here = record.host == socket.gethostname()
         seen = None
         if here and record.pid is not None and record.create_time is not None:
-            seen = processes.look(record.pid, record.create_time)
+            seen = processes.inspect_tree(record.pid, record.create_time)
         is_alive = seen is not None and seen.health in ("alive", "frozen")
         rows.append(
             SessionSnapshot(

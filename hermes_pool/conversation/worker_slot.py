@@ -34,7 +34,7 @@ from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.process.death import Death, Stopped
 from hermes_pool.scheduling.admission import Occupant
 from hermes_pool.system import processes
-from hermes_pool.system.log import wants
+from hermes_pool.system.log import is_enabled_for
 from hermes_pool.system.sampler import Sampler
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
@@ -90,7 +90,7 @@ class WorkerSlot:
         self._begun: WorkerConnection | None = None
         self._starting: asyncio.Task[wire.Opened] | None = None
         self._ending: asyncio.Task[Stopped] | None = None
-        self._logs_turns, self._logs_changes = wants(DEBUG), wants(INFO)
+        self._logs_turns, self._logs_changes = is_enabled_for(DEBUG), is_enabled_for(INFO)
         self._ready_after_s = 0.0  # since the process began; rather too early than too late
         self._servers: frozenset[int] = frozenset()  # processes that the agent had started by then
 
@@ -194,8 +194,8 @@ class WorkerSlot:
         assert process is not None  # noqa: S101
         self.connection = connection
         self._ready_after_s = monotonic() - connection.started_at - connection.steps.get("launch", 0.0)
-        self._servers = processes.children_known(process.pid)
-        self._logs_turns, self._logs_changes = wants(DEBUG), wants(INFO)
+        self._servers = processes.child_pids(process.pid)
+        self._logs_turns, self._logs_changes = is_enabled_for(DEBUG), is_enabled_for(INFO)
         self.jobs.rest()
         replaces, self.unreplaced = self.unreplaced is not None, None
         self._on_ready(opened)
@@ -235,7 +235,9 @@ class WorkerSlot:
             return self.jobs.names
         if self.connection is None or worker is None:
             return ()
-        return await in_thread_or_here(partial(processes.begun_later, *worker, self._ready_after_s, self._servers))
+        return await in_thread_or_here(
+            partial(processes.descendants_started_after, *worker, self._ready_after_s, self._servers)
+        )
 
     # --- emptying it ---
 
@@ -458,6 +460,6 @@ async def _sweep_up(marker: str, sampler: Sampler, worker: ProcessIdentity | Non
 
 
 def _kill_left(marker: str, sampler: Sampler, worker: ProcessIdentity | None) -> None:
-    processes.kill(processes.marked(marker))
+    processes.kill(processes.find_by_marker(marker))
     if worker is not None:
         processes.kill(sampler.process_tree(worker))

@@ -234,7 +234,7 @@ class WorkerConnection:
         if self.process is not None:
             self.process.resume_reading()
 
-    # --- what the process does (process.Listener) ---
+    # --- what the process does (launcher.ProcessListener) ---
 
     def stdout_received(self, data: bytes | memoryview) -> bool:
         """Take the next bytes of the wire; return whether its frames are large ones at present."""

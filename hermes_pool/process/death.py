@@ -63,12 +63,12 @@ def end_family(worker: tuple[int, float], marker: str, family: Family) -> tuple[
     processes.kill(family.values())
     left = {pid for pid, each in family.items() if _may_live(pid, each.create_time())}
     strays = set(family) - left
-    marked = processes.marked(marker)
+    marked = processes.find_by_marker(marker)
     for _ in range(STRAYS_ROUNDS_MAX):
         if not marked:
             break
         strays |= set(processes.kill(marked))
-        marked = processes.marked(marker)
+        marked = processes.find_by_marker(marker)
     left |= {each.pid for each in marked}
     if _may_live(*worker):
         left.add(worker[0])

@@ -111,7 +111,7 @@ class Monitor:
             slot.ask()
         wanted = {worker: Attention.CLOSE if worker in in_turn else Attention.PASSING for worker in looked_at}
         above = self._policy.unique_above_bytes
-        await in_thread_or_here(partial(self._sampler.look, wanted, unique_above_bytes=above))
+        await in_thread_or_here(partial(self._sampler.sample, wanted, unique_above_bytes=above))
         here = {worker: slot for worker, slot in slots.items() if slot.worker == worker}
         self._diagnose({worker: slot for worker, slot in here.items() if worker in looked_at})
         self._keep_small(here)  # all of them: a total of some would mean nothing
@@ -122,7 +122,9 @@ class Monitor:
                 slot.diagnosis = None
                 continue
             sampler = self._sampler
-            evidence = slot.evidence(sampler.samples(worker), sampler.at_rest(worker), self._pulse.trusted_from)
+            evidence = slot.evidence(
+                sampler.samples(worker), sampler.descendants_when_idle(worker), self._pulse.trusted_from
+            )
             diagnosis = diagnose(evidence, wedged_after_s=self._settings.timeouts.wedged_s)
             slot.diagnosis = diagnosis
             if diagnosis.verdict is Verdict.WEDGED or self._stays_frozen(evidence, diagnosis):

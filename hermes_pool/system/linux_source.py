@@ -1,4 +1,4 @@
-"""Samples read from ``/proc``."""
+"""Reads processes from ``/proc``."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from hermes_pool_worker.procfs import BEGAN, PARENT, RSS_PAGES, STATE, SYSTEM_TI
 
 
 class LinuxSource:
-    """Reads ``/proc``, a quarter of what psutil takes for it."""
+    """Reads ``/proc`` directly, four times as fast as psutil."""
 
     def __init__(self) -> None:
         self._ticks = os.sysconf("SC_CLK_TCK")
@@ -36,7 +36,7 @@ class LinuxSource:
         )
 
     def clock_ns(self, pid: int) -> int | None:
-        """See ``Source``. The number of another process's CPU clock is made of its pid: ``clock_getcpuclockid``."""
+        """See ``Source``. The id of a process's CPU clock is computed from its pid, as in ``clock_getcpuclockid``."""
         try:
             return time.clock_gettime_ns(~pid << 3 | 2)
         except OSError:
@@ -47,7 +47,7 @@ class LinuxSource:
         return stat.started / self._ticks + boot_time_s
 
     def io_bytes(self, pid: int) -> int | None:
-        """See ``Source``: what was asked for (rchar, wchar), and what was fetched from a disk for mapped memory."""
+        """See ``Source``: bytes requested (rchar, wchar) and bytes fetched from disk for mapped memory (read_bytes)."""
         data = procfs.read_small(f"/proc/{pid}/io")
         if data is None:
             return None
@@ -55,7 +55,7 @@ class LinuxSource:
         return int(fields[1]) + int(fields[3]) + int(fields[9])
 
     def unique_bytes(self, pid: int) -> int | None:
-        """See ``Source``: PSS, and what of it is swapped out."""
+        """See ``Source``: PSS plus its swapped-out part."""
         data = procfs.read_small(f"/proc/{pid}/smaps_rollup")
         if data is None:
             return None

@@ -1,4 +1,4 @@
-"""The folder of the pool's own files: made, and tried out, before anything is started in it."""
+"""Creates the folder for the pool's own files, and checks that it can be written, before anything is started."""
 
 import tempfile
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Final
 from hermes_pool.errors import StateDirError
 
 WORKSPACE: Final = "workspace"
-"""The folder in it where workers start that have no ``worker_cwd``."""
+"""The subfolder in which workers start if there is no ``worker_cwd``."""
 
 
 def prepare_state_dir(state_dir: Path, *, workspace: bool) -> None:
-    """Make the folder, for this user only, and its workspace if there is to be one; then try to write a file. Blocks.
+    """Create the folder, for this user only, and its workspace if wanted; then try to write a file. Blocks.
 
-    ``StateDirError`` where that fails.
+    Raises ``StateDirError`` if the pool cannot keep its files there.
     """
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -25,7 +25,7 @@ def prepare_state_dir(state_dir: Path, *, workspace: bool) -> None:
         raise _unusable(state_dir, f"{error.filename or state_dir} is not a folder, or lies below a file") from error
     except OSError as error:
         raise _unusable(state_dir, f"{error.filename or state_dir}: {error.strerror or error}") from error
-    except ValueError as error:  # a NUL in its name
+    except ValueError as error:  # the name contains a NUL
         raise _unusable(state_dir, str(error)) from error
 
 

@@ -44,7 +44,7 @@ def test_the_tail_is_bounded_and_every_line_is_told_once() -> None:
         (Death(Exit(-9), (), wanted=True), "was killed by SIGKILL (signal 9)"),
         (Death(Exit(-9), (), "broke the protocol (x)"), "broke the protocol (x) and was killed by SIGKILL (signal 9)"),
         (Death(Exit(-64), ()), "was killed by SIGRTMAX (signal 64)"),
-        (Death(Exit(None), ()), "ended with a status that something else in this process has taken (unknown)"),
+        (Death(Exit(None), ()), "ended with an unknown status (something else in the host process collected it)"),
     ],
 )
 def test_a_death_in_words(death: Death, words: str) -> None:

@@ -95,7 +95,7 @@ def test_what_a_dead_supervisor_left_is_ended_and_told(tmp_path: Path, log: Log,
     assert all(alive(pid) for pid in others)
     assert not file.exists()
     ((event, values),) = log.events
-    assert (event, values["pool"], set(values["pids"])) == ("leftovers_ended", "dead", left | {hidden.pid})
+    assert (event, values["pool"], set(values["pids"])) == ("orphans_ended", "dead", left | {hidden.pid})
 
 
 def _child_of(pid: int) -> psutil.Process:
@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_used_fails_no_start(tmp_path: Path, log: Log) -
     mine.record()
     assert mine.sweep() == {}
     mine.forget()
-    assert [event for event, _ in log.events] == ["owner_not_recorded", "owner_not_forgotten"]
+    assert [event for event, _ in log.events] == ["owner_not_recorded", "owner_record_not_removed"]
 
 
 def test_a_sweep_has_a_limit(

@@ -53,7 +53,7 @@ class Looks:
         self.failures_left = 0
         self.looks: list[int] = []
 
-    def look(self, workers: Mapping[ProcessIdentity, Attention], *, unique_above_bytes: float | None = None) -> None:
+    def sample(self, workers: Mapping[ProcessIdentity, Attention], *, unique_above_bytes: float | None = None) -> None:
         if self.failures_left:
             self.failures_left -= 1
             raise OSError("too many open files")
@@ -66,7 +66,7 @@ class Looks:
     def samples(self, worker: ProcessIdentity) -> tuple[Sample, ...]:
         return self._samples.get(worker, ())
 
-    def at_rest(self, worker: ProcessIdentity) -> frozenset[ProcessIdentity]:
+    def descendants_when_idle(self, worker: ProcessIdentity) -> frozenset[ProcessIdentity]:
         return frozenset()
 
 
