@@ -122,15 +122,15 @@ def _converted(each: "Field[Any]", value: object, called: str, *, strict: bool =
     """
     if group := _group_of(each):
         if not isinstance(value, group):
-            raise SettingsError(f"{called} must be {group.__name__}(...), not {value!r}")
+            raise SettingsError(f"{called} must be {group.__name__}(...), not {value!r:.200}")
         return value
     kind, optional = _without_none(each.type)
     if optional and value is None:
         return None
     try:
         made = msgspec.convert(value, kind, strict=strict, dec_hook=_to_path)
-    except msgspec.ValidationError:
-        but = f", not {value!r}" if each.repr else ""  # a secret is shown in no error either
+    except (msgspec.ValidationError, UnicodeEncodeError):  # half a surrogate pair is no number either
+        but = f", not {value!r:.200}" if each.repr else ""  # a secret is shown in no error either
         raise SettingsError(f"{called} must be {_in_words(each.type)}{but}") from None
     if check := each.metadata.get("check"):
         check(made, called)
@@ -435,7 +435,7 @@ def _from_text(each: "Field[Any]", text: str, variable: str) -> object:
     if origin is Mapping:
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeEncodeError):
             raise SettingsError(f"{variable} must be a JSON object") from None
     return text
 
@@ -453,10 +453,11 @@ def _check_names(environment: Mapping[str, str]) -> None:
 
 def _nearest(name: str, known: list[str]) -> str | None:
     """Return the variable that was probably meant: the same words in another order, without the group, or misspelt."""
-    by_words = {_words(VARIABLE_PREFIX + each.rpartition("__")[2]): each for each in known if "__" in each}
+    by_words = {_words(each.rpartition("__")[2]): each for each in known if "__" in each}
     by_words |= {_words(each): each for each in known}
     by_words |= {each.removeprefix(VARIABLE_PREFIX): each for each in known}
-    for spelling in (_words(name), name.removeprefix(VARIABLE_PREFIX)):
+    written = name.removeprefix(VARIABLE_PREFIX).upper()
+    for spelling in (_words(written), written):
         if found := difflib.get_close_matches(spelling, by_words, 1):
             return by_words[found[0]]
     return None

@@ -24,6 +24,7 @@ from hermes_pool import (
     TurnTimeoutError,
     WorkerCrashedError,
 )
+from hermes_pool.conversation import turn as turn_module
 from hermes_pool_worker import wire
 
 
@@ -160,8 +161,11 @@ async def test_a_tool_and_a_question_reach_the_caller(open_pool: OpenPool, obedi
         assert (await turn.reply()).text == "answer: yes"
 
 
-async def test_a_slow_consumer_slows_its_worker_down_and_loses_nothing(open_pool: OpenPool, obedient: Obedient) -> None:
-    pool = await open_pool(**obedient.settings(), events_waiting_max=10)
+async def test_a_slow_consumer_slows_its_worker_down_and_loses_nothing(
+    open_pool: OpenPool, obedient: Obedient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_module, "EVENTS_WAITING_MAX", 10)
+    pool = await open_pool(**obedient.settings())
     await pool.send("c", "hi")
     pid = await the_pid(pool, "c")
     total = 200_000
