@@ -79,9 +79,9 @@ _RLIMITS = () if resource is None else tuple(sorted(name for name in vars(resour
 Text = Annotated[str, Meta(description="text")]
 Folder = Annotated[Path, Meta(description="a path")]
 PositiveFloat = Annotated[float, Meta(gt=0, description="a number over 0")]
-NonNegativeFloat = Annotated[float, Meta(ge=0, description="a number from 0 on")]
+NonNegativeFloat = Annotated[float, Meta(ge=0, description="a number, 0 or more")]
 PositiveInt = Annotated[int, Meta(gt=0, description="a whole number over 0")]
-NonNegativeInt = Annotated[int, Meta(ge=0, description="a whole number from 0 on")]
+NonNegativeInt = Annotated[int, Meta(ge=0, description="a whole number, 0 or more")]
 
 
 class _Checked:
@@ -129,7 +129,7 @@ def _converted(each: "Field[Any]", value: object, called: str, *, strict: bool =
         return None
     try:
         made = msgspec.convert(value, kind, strict=strict, dec_hook=_to_path)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # half a surrogate pair is no number either
+    except (msgspec.ValidationError, UnicodeEncodeError):  # of text with half a surrogate pair
         but = f", not {value!r:.200}" if each.repr else ""  # a secret is shown in no error either
         raise SettingsError(f"{called} must be {_in_words(each.type)}{but}") from None
     if check := each.metadata.get("check"):
@@ -141,7 +141,11 @@ def _to_path(_: type, value: object) -> Path:
     """Make an absolute path of text or a path: the one type that ``msgspec`` does not know."""
     if not isinstance(value, str | Path) or "\0" in str(value):
         raise TypeError
-    return Path(os.path.expanduser(value)).absolute()  # noqa: PTH111 - Path's own raises where there is no such user
+    return _absolute(value)
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 - Path's own raises where there is no such user
 
 
 def _check_variables(variables: Mapping[str, str], called: str) -> None:
@@ -154,7 +158,8 @@ def _check_variables(variables: Mapping[str, str], called: str) -> None:
 def _check_rlimits(limits: Mapping[str, int], called: str) -> None:
     for name in limits:
         if name not in _RLIMITS:
-            raise SettingsError(f"{called}: {name!r} is none of {', '.join(_RLIMITS) or 'this platform'}")
+            known = f"must be one of {', '.join(_RLIMITS)}" if _RLIMITS else "cannot be set on this platform"
+            raise SettingsError(f"{called}: {name!r} {known}")
 
 
 # --- the settings -----------------------------------------------------------------------------------------------------
@@ -318,7 +323,7 @@ class PoolSettings(_Checked):
     """Folder in which workers start, and so the agent's tools; default: ``workspace`` in ``state_dir``."""
     worker_rlimits: Annotated[
         Mapping[str, Annotated[int, Meta(ge=_RLIMIT_NONE, le=2**63 - 1)]],
-        Meta(description=f"a mapping of names to whole numbers from {_RLIMIT_NONE} on"),
+        Meta(description=f"a mapping of names to whole numbers, {_RLIMIT_NONE} or more"),
     ] = field(default_factory=dict, metadata={"check": _check_rlimits})
     """Limits of the operating system for each worker and, separately, for each process that it starts:
     ``{"RLIMIT_NOFILE": 1024}``. Names of Python's ``resource`` module; -1 is no limit."""
@@ -393,7 +398,7 @@ class PoolSettings(_Checked):
         """Check the values and bring them into one form; folders become absolute."""
         paths = self.agent_paths
         if isinstance(paths, list | tuple):
-            made = tuple(str(Path(path).absolute()) if isinstance(path, str | Path) else path for path in paths)
+            made = tuple(str(_absolute(path)) if isinstance(path, str | Path) else path for path in paths)
             object.__setattr__(self, "agent_paths", made)
         super().__post_init__()
         if self.database_url is None and "?" in str(self.state_dir):

@@ -225,11 +225,11 @@ def test_folders_may_be_text_or_paths_and_the_home_folder_is_filled_in(monkeypat
     settings = PoolSettings(
         state_dir="~/state",  # type: ignore[arg-type]
         worker_cwd=Path("~/work"),
-        agent_paths=[Path("/a"), "/b"],  # type: ignore[arg-type]
+        agent_paths=[Path("/a"), "~/b"],  # type: ignore[arg-type]
     )
     assert settings.state_dir == Path("/home/ada/state").absolute()
     assert settings.worker_cwd == Path("/home/ada/work").absolute()
-    assert settings.agent_paths == (str(Path("/a").absolute()), str(Path("/b").absolute()))
+    assert settings.agent_paths == (str(Path("/a").absolute()), str(Path("/home/ada/b").absolute()))
 
 
 def test_what_is_given_can_be_changed_without_changing_the_settings() -> None:
@@ -294,7 +294,7 @@ def test_a_variable_that_makes_no_sense_is_named(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("SPARES", "two", "HERMES_POOL_SPARES must be a whole number from 0 on, not 'two'"),
+        ("SPARES", "two", "HERMES_POOL_SPARES must be a whole number, 0 or more, not 'two'"),
         ("MEMORY__KILL_BYTES", "5M", "HERMES_POOL_MEMORY__KILL_BYTES must be a whole number over 0, or None, not '5M'"),
         ("TIMEOUTS__IDLE_S", "nan", "HERMES_POOL_TIMEOUTS__IDLE_S must be a number over 0, not 'nan'"),
         ("BUSY", "no", "HERMES_POOL_BUSY must be one of wait and reject, not 'no'"),
