@@ -79,9 +79,9 @@ _RLIMITS = () if resource is None else tuple(sorted(name for name in vars(resour
 Text = Annotated[str, Meta(description="text")]
 Folder = Annotated[Path, Meta(description="a path")]
 PositiveFloat = Annotated[float, Meta(gt=0, description="a number over 0")]
-NonNegativeFloat = Annotated[float, Meta(ge=0, description="a number from 0 on")]
+NonNegativeFloat = Annotated[float, Meta(ge=0, description="a number, 0 or more")]
 PositiveInt = Annotated[int, Meta(gt=0, description="a whole number over 0")]
-NonNegativeInt = Annotated[int, Meta(ge=0, description="a whole number from 0 on")]
+NonNegativeInt = Annotated[int, Meta(ge=0, description="a whole number, 0 or more")]
 
 
 class _Checked:
@@ -122,15 +122,15 @@ def _converted(each: "Field[Any]", value: object, called: str, *, strict: bool =
     """
     if group := _group_of(each):
         if not isinstance(value, group):
-            raise SettingsError(f"{called} must be {group.__name__}(...), not {value!r}")
+            raise SettingsError(f"{called} must be {group.__name__}(...), not {value!r:.200}")
         return value
     kind, optional = _without_none(each.type)
     if optional and value is None:
         return None
     try:
         made = msgspec.convert(value, kind, strict=strict, dec_hook=_to_path)
-    except msgspec.ValidationError:
-        but = f", not {value!r}" if each.repr else ""  # a secret is shown in no error either
+    except (msgspec.ValidationError, UnicodeEncodeError):  # of text with half a surrogate pair
+        but = f", not {value!r:.200}" if each.repr else ""  # a secret is shown in no error either
         raise SettingsError(f"{called} must be {_in_words(each.type)}{but}") from None
     if check := each.metadata.get("check"):
         check(made, called)
@@ -154,7 +154,8 @@ def _check_variables(variables: Mapping[str, str], called: str) -> None:
 def _check_rlimits(limits: Mapping[str, int], called: str) -> None:
     for name in limits:
         if name not in _RLIMITS:
-            raise SettingsError(f"{called}: {name!r} is none of {', '.join(_RLIMITS) or 'this platform'}")
+            known = f"must be one of {', '.join(_RLIMITS)}" if _RLIMITS else "cannot be set on this platform"
+            raise SettingsError(f"{called}: {name!r} {known}")
 
 
 # --- the settings -----------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ class PoolSettings(_Checked):
     """Folder in which workers start, and so the agent's tools; default: ``workspace`` in ``state_dir``."""
     worker_rlimits: Annotated[
         Mapping[str, Annotated[int, Meta(ge=_RLIMIT_NONE, le=2**63 - 1)]],
-        Meta(description=f"a mapping of names to whole numbers from {_RLIMIT_NONE} on"),
+        Meta(description=f"a mapping of names to whole numbers, {_RLIMIT_NONE} or more"),
     ] = field(default_factory=dict, metadata={"check": _check_rlimits})
     """Limits of the operating system for each worker and, separately, for each process that it starts:
     ``{"RLIMIT_NOFILE": 1024}``. Names of Python's ``resource`` module; -1 is no limit."""
@@ -452,7 +453,7 @@ def _from_text(each: "Field[Any]", text: str, variable: str) -> object:
     if origin is Mapping:
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeEncodeError):
             raise SettingsError(f"{variable} must be a JSON object") from None
     return text
 
@@ -470,10 +471,11 @@ def _check_names(environment: Mapping[str, str]) -> None:
 
 def _nearest(name: str, known: list[str]) -> str | None:
     """Return the variable that was probably meant: the same words in another order, without the group, or misspelt."""
-    by_words = {_words(VARIABLE_PREFIX + each.rpartition("__")[2]): each for each in known if "__" in each}
+    by_words = {_words(each.rpartition("__")[2]): each for each in known if "__" in each}
     by_words |= {_words(each): each for each in known}
     by_words |= {each.removeprefix(VARIABLE_PREFIX): each for each in known}
-    for spelling in (_words(name), name.removeprefix(VARIABLE_PREFIX)):
+    written = name.removeprefix(VARIABLE_PREFIX).upper()
+    for spelling in (_words(written), written):
         if found := difflib.get_close_matches(spelling, by_words, 1):
             return by_words[found[0]]
     return None

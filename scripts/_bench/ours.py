@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from _bench.fleet import DELTAS, Fleet, NotSupportedError, Situation, tree
-from hermes_pool import HermesSessionManager, PoolSettings, RestartPolicy, SettingsError, TextDelta
+from hermes_pool import HermesSessionManager, PoolSettings, SettingsError, TextDelta
 
 AGENT = "hermes_pool_bench_agent:BenchAgent"
 SPARES = 2
@@ -43,6 +43,8 @@ class Pool(Fleet):
         )
         how: dict[str, Any] = {"agent": "echo", "agent_options": {"durable": False}}
         if self.situation.faulty:
+            from hermes_pool import RestartPolicy  # noqa: PLC0415 - older versions, measured beside this one, have none
+
             how = {
                 "agent": AGENT,
                 "agent_paths": (str(Path(__file__).parent),),
