@@ -1,16 +1,8 @@
 """What each caller was told, against what its workers did: judged when the caller has its answer."""
 
 import known_faults
-from fakes import (
-    PROGRESS_TIMEOUT_S,
-    START_TIMEOUT_S,
-    TURN_TIMEOUT_S,
-    WAIT_TIMEOUT_S,
-    Call,
-    HandOver,
-    World,
-)
 from histories import CONVERSATIONS
+from world import OBEYS_S, PROGRESS_TIMEOUT_S, START_TIMEOUT_S, TURN_TIMEOUT_S, WAIT_TIMEOUT_S, Call, HandOver, World
 
 from hermes_pool import (
     AgentFailedError,
@@ -27,6 +19,7 @@ from hermes_pool import (
     RestartBackoffError,
     StoreError,
     TurnCancelledError,
+    TurnError,
     TurnInterruptedError,
     TurnTimeoutError,
     WorkerCrashedError,
@@ -38,6 +31,8 @@ from hermes_pool_worker import wire
 
 SLACK_S = 2.0
 """For the rungs of a stop, and looks on the way."""
+BEGUN_S = 4 * WAIT_TIMEOUT_S + 2 * START_TIMEOUT_S + SLACK_S
+"""Within this, a turn has begun, or its caller has an error."""
 
 
 def judge(world: World, call: Call) -> None:
@@ -47,7 +42,9 @@ def judge(world: World, call: Call) -> None:
         hand_overs = world.of_turn[call.turn.turn_id]
     who = f"call {call.number} ({call.text})"
     if call.is_open:
-        world.complain(f"{who} waits for ever")
+        ours = [each for each in world.connections if each.conversation == call.conversation]
+        if not any(known_faults.stop_meets_a_stop(each) for each in ours):
+            world.complain(f"{who} waits for ever")
         return
     if call.turn is not None:
         _judge_events(world, who, call, hand_overs)
@@ -64,6 +61,8 @@ def judge(world: World, call: Call) -> None:
             world.check(call.touched, f"{who} got nothing")
         case _:
             world.check(call.touched, f"{who} got {call.outcome!r}, and nobody had cancelled it")
+    begun_s = (hand_overs[0].at if hand_overs else call.ended_at or 0.0) - call.began_at
+    world.check(begun_s <= BEGUN_S, f"{who} waited for {begun_s:g} s")
     if hand_overs and call.say.manner != "streams_slowly" and call.ended_at is not None:
         took_s = call.ended_at - hand_overs[0].at
         world.check(took_s <= TURN_TIMEOUT_S + START_TIMEOUT_S + SLACK_S, f"{who} took {took_s:g} s")
@@ -118,6 +117,12 @@ def _unjustified(world: World, call: Call, error: HermesPoolError, hand_overs: l
     took_s = call.ended_at - call.began_at
     tools = [tool for each in hand_overs for tool in each.tools]
     died = any(each.died for each in hand_overs)
+    if call.must_be_refused and not isinstance(error, PoolClosedError):
+        return "it stood in line when the pool was closed"
+    if hand_overs and isinstance(error, PoolFullError | PoolPausedError):
+        return "its turn had begun, and keeps its slot"
+    if tools and not isinstance(error, TurnError):
+        return f"it had started {tools}"
     fine = True
     match error:
         case MessageQuarantinedError():
@@ -155,6 +160,10 @@ def _unjustified(world: World, call: Call, error: HermesPoolError, hand_overs: l
                 return f"it had started {tools}"
             fine = any(not each.connection.alive for each in hand_overs)
         case TurnTimeoutError():
+            done_at = hand_overs[-1].done_at if hand_overs else None
+            reads = call.say.manner in ("sends", "streams", "only_replies")
+            if reads and done_at is not None and done_at < call.ended_at - OBEYS_S:
+                return "its worker had answered long before"
             fine = took_s >= min(PROGRESS_TIMEOUT_S, TURN_TIMEOUT_S)
         case TurnCancelledError():
             fine = call.touched
