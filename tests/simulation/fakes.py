@@ -67,6 +67,9 @@ from hermes_pool.store import SessionRecord
 from hermes_pool.verdict import Judgement, Verdict
 from hermes_pool_worker import wire
 
+DRAIN_S = 2.5
+"""How long a drain may take beyond its deadline, to stop what is left."""
+
 KEYS: tuple[SessionKey, ...] = (
     SessionKey("c0"),
     *(SessionKey(f"c{number}", "the same user") for number in range(1, CONVERSATIONS)),
@@ -179,6 +182,9 @@ class FakeConnection:
         self.asked_at: float | None = None
         # The pool's side of it.
         self.ready = False
+        self.ready_at = 0.0
+        self.recycle_asked = False
+        self.recycle_asked_in_turn = False
         """Whether it was given to its conversation."""
         self.wanted = False
         self.host_has: HandOver | None = None
@@ -193,6 +199,7 @@ class FakeConnection:
         self.alive = False
         self.frozen = False
         self.frozen_at = math.inf
+        self.exited_at = math.inf
         self.died_at: float | None = None
         """When the pool heard of it."""
         self.is_being_stopped = False
@@ -214,6 +221,10 @@ class FakeConnection:
         self._dead = asyncio.Event()
         self._returncode: int | None = None
         self._cause: str | None = None
+
+    @property
+    def works_on(self) -> bool:
+        return bool(self.jobs or self.processes)
 
     def __repr__(self) -> str:
         return f"worker {self.number} of {self.conversation}"
@@ -463,6 +474,8 @@ class FakeConnection:
                 self._be_cancelled()
             case wire.Answer() if mine and message.question_id == self._question:
                 self._question = None
+                assert has is not None
+                has.answered.add(message.question_id)
                 if self.host_has is not None:
                     self.host_has.question_until = 0.0
                 self._say_text("answered")
@@ -523,6 +536,7 @@ class FakeConnection:
             case "ask" | "ask_long":
                 self._question = f"question-{serial}"
                 waits_s = QUESTION_S if op == "ask" else LONG_QUESTION_S
+                self._has.asked_until[self._question] = now() + waits_s
                 self._emit(wire.Question(*name, self._question, "clarify", "?", [], waits_s))
                 return BREATH_S if self._script and self._script[0] == "dies" else waits_s
             case "process":
@@ -633,6 +647,7 @@ class FakeConnection:
             return
         self._world.tell(f"{self} exits with {returncode}")
         self.alive = False
+        self.exited_at = now()
         self._returncode = returncode
         self._world.live.discard(self)
         if self._timer is not None:
@@ -703,6 +718,7 @@ class FakeFactory:
     ) -> FakeConnection:
         deadline = now() + START_TIMEOUT_S
         asked = asyncio.ensure_future(request)
+        self._world.got_room(conversation_id)
         self._world.starting[conversation_id] += 1
         try:
             with self.breaker.start(conversation_id):
@@ -718,7 +734,7 @@ class FakeFactory:
             if not asked.cancelled():
                 asked.exception()
         assert connection.opened is not None
-        connection.ready = True
+        connection.ready, connection.ready_at = True, now()
         world, opened = self._world, connection.opened
         world.known[conversation_id] = (opened.session_id, opened.committed)
         if opened.recovered is not None:
@@ -933,10 +949,12 @@ class Pool:
             if manner != "only_replies":
                 async for event in turn:
                     call.events.append(event)
+                    call.events_at.append(now())
                     if manner == "streams_slowly":
                         await asyncio.sleep(0.1)
                     if manner == "answers" and isinstance(event, wire.Question):
                         await asyncio.sleep(0.05)
+                        call.answers.append((event.question_id, now()))
                         await turn.answer(event.question_id, "yes")
                     if manner == "leaves":
                         call.touched = True
@@ -998,8 +1016,9 @@ class Pool:
     def release(self, conversation: int) -> None:
         """Release all messages of a conversation that are refused."""
         for fingerprint in self._quarantined(conversation):
-            self._manager.release(KEYS[conversation], fingerprint)
-            self._forgive(KEYS[conversation].conversation_id)
+            with contextlib.suppress(HermesPoolError):
+                self._manager.release(KEYS[conversation], fingerprint)
+                self._forgive(KEYS[conversation].conversation_id)
 
     def _forgive(self, conversation: str) -> None:
         for text in self.world.killed_least:
@@ -1019,27 +1038,32 @@ class Pool:
             self._touch(key.conversation_id)
             self.world.stopping[key.conversation_id] += 1
         try:
+            began_at = now()
             await self._manager.drain(deadline_s)
+            took_s = now() - began_at
+            if self.condition == "drained" and self.world.resumed_at[-1] < began_at:
+                self.world.check(took_s <= deadline_s + DRAIN_S, f"a drain took {took_s:g} s")
         finally:
             for key in KEYS:
                 self.world.stopping[key.conversation_id] -= 1
 
     def resume(self) -> None:
-        self.world.resumed_at = now()
+        self.world.changed_at = now()
+        self.world.resumed_at.append(now())
         with contextlib.suppress(HermesPoolError):
             self._manager.resume()
 
     def resize(self, workers_max: int) -> None:
         self.world.limits.add(workers_max)
+        self.world.changed_at = now()
         self._manager.resize(workers_max)
 
     def close(self) -> None:
-        self.world.happened.add("close")
         self._begin(self.closed())
 
     async def closed(self) -> None:
         """Close, and wait for that."""
-        self.world.happened.add("close")
+        self.world.closed_at = min(self.world.closed_at, now())
         for key in KEYS:
             self._end_turns(key.conversation_id)
             self._refuse_those_in_line(key.conversation_id)
@@ -1076,7 +1100,7 @@ class Pool:
                 busy
                 or call.touched
                 or call.turn_id in world.of_turn
-                or now() - max(call.began_at, world.resumed_at) < BREATH_S
+                or now() - max(call.began_at, world.resumed_at[-1]) < BREATH_S
             )
 
     def _touch(self, conversation: str) -> None:
@@ -1101,6 +1125,10 @@ class Pool:
 
     def recycle(self, conversation: int) -> None:
         if (session := self._session(conversation)) is not None and session.worker is not None:
+            worker = self.worker_of(conversation)
+            if worker is not None:
+                worker.recycle_asked = True
+                worker.recycle_asked_in_turn |= worker.host_has is not None and not worker.wanted
             session.recycle("is too big")
 
     def kill_for(self, conversation: int) -> None:
@@ -1124,6 +1152,11 @@ class Pool:
         session = self._session(conversation)
         quarantined: tuple[str, ...] = () if session is None else session.snapshot().quarantined
         return quarantined
+
+    def jobs(self, conversation: int) -> int:
+        """How many jobs are open, as far as it knows."""
+        session = self._session(conversation)
+        return 0 if session is None else len(session.snapshot().jobs)
 
     def killers(self, conversation: int) -> int:
         """How many deaths count against the messages of a conversation."""

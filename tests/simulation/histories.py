@@ -160,7 +160,8 @@ _OPS: tuple[Op, ...] = (
 )  # fmt: skip
 _TALES: tuple[tuple[Op, ...], ...] = (
     (), ("text", "dies"), ("hang",), ("tool", "breath", "tool_end"), ("tool", "dies"),
-    ("tool", "tool_end", "breath", "dies"), ("commit", "dies"), ("breath", "dies"), ("ask",), ("ask_long", "breath"), ("ask_long", "dies"), ("job", "breath"),
+    ("tool", "tool_end", "breath", "dies"), ("commit", "dies"), ("breath", "dies"), ("ask",), ("ask_long", "breath"),
+    ("ask_long", "dies"), ("job", "breath"),
     ("process",), ("text", "text", "text"), ("text", "pause", "text"), ("moves", "commit", "dies"), ("ask", "hang"),
 )  # fmt: skip
 """What happens most, or is most delicate."""
@@ -168,7 +169,7 @@ _FATES: tuple[Fate, ...] = (
     "ready", "ready", "ready", "dies_once_open", "dies_before_hello", "dies_before_opened", "dies_as_it_opens",
     "dies_once_open", "hangs_before_hello", "hangs_before_opened", "unusable", "no_capacity",
 )  # fmt: skip
-_TIMES = (0.0, 0.0, 0.0, 0.01, 0.03, 0.05, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0)
+_TIMES = (0.0, 0.0, 0.0, 0.01, 0.03, 0.05, 0.05, 0.1, 0.3, 0.5, 1.0, 3.0, 5.0)
 _LENGTHS = (0, 1, 1, 2, 2, 3, 4, 6)
 _CONVERSATIONS = tuple(range(CONVERSATIONS))
 _KINDS = (

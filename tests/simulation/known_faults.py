@@ -78,6 +78,16 @@ def alarm_about_a_slot_that_is_about_to_be_freed(world: "World", conversation: s
     return any(at is not None and at >= world.now() - 2 * ADMISSION_LOOKS_EVERY_S for at in died_at)
 
 
+def resumed_just_too_late(world: "World", call: "Call") -> bool:
+    """A message that a paused pool holds is told ``the pool is closed`` if its wait ends just as the pool is resumed.
+
+    ::
+
+        OperatePool("pause"), Pass(0.01), Say(1), Pass(3.0), OperatePool("resume")
+    """
+    return "pause" in world.happened and any(abs(at - (call.ended_at or 0.0)) <= 0.001 for at in world.resumed_at)
+
+
 def twin_of_a_killer_was_in_line(world: "World", call: "Call") -> bool:
     """A message that waited in line while the very same one killed is begun: the worker is there, so nobody checks.
 

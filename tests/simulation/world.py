@@ -5,6 +5,7 @@ tells. It knows nothing of the pool's inside: not a word here need change when t
 """
 
 import asyncio
+import math
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,7 +26,9 @@ START_TIMEOUT_S = 1.0
 WAIT_TIMEOUT_S = 3.0
 CLOSE_GRACE_S = 0.3
 TERM_GRACE_S = 0.2
-IDLE_TIMEOUT_S = 2.0
+IDLE_TIMEOUT_S = 3.0
+ROOM_S = 2.0
+"""Within this an idle worker has gone whose room is needed, a second try included."""
 LOOKED_AT_AFTER_S = 0.5
 """An idle worker that is stopped by a signal is noticed after this long."""
 OBEYS_S = CLOSE_GRACE_S + TERM_GRACE_S + 0.3
@@ -57,6 +60,10 @@ class Call:
     turn: Turn | None = None
     turn_id: str | None = None
     events: list[wire.Event] = field(default_factory=list)
+    events_at: list[float] = field(default_factory=list)
+    """When each of them reached the caller."""
+    answers: list[tuple[str, float]] = field(default_factory=list)
+    """The questions that were answered, and when."""
     read_to_the_end: bool = False
     outcome: Reply | BaseException | None = None
     ended_at: float | None = None
@@ -83,6 +90,12 @@ class HandOver:
     turn: wire.Turn
     at: float
     sent: list[wire.Event] = field(default_factory=list)
+    heard_at: list[float] = field(default_factory=list)
+    """When each of them reached the pool."""
+    asked_until: dict[str, float] = field(default_factory=dict)
+    """Until when its worker waits for the answer to each question."""
+    answered: set[str] = field(default_factory=set)
+    """The questions to which its worker has got an answer."""
     tools: list[str] = field(default_factory=list)
     done: wire.TurnDone | None = None
     done_at: float | None = None
@@ -90,6 +103,7 @@ class HandOver:
     died: bool = False
     told: bool = False
     """Whether the pool has heard how it ended, from its worker."""
+    told_at: float = 0.0
     quiet_since: float = 0.0
     """When it last showed progress, or had an excuse."""
     tools_open: int = 0
@@ -108,7 +122,10 @@ class World:
         self.births: deque[Birth] = deque()
         self.is_mended = False
         """Whether all that was broken on purpose works again."""
-        self.resumed_at = 0.0
+        self.resumed_at = [0.0]
+        self.closed_at = math.inf
+        self.changed_at = 0.0
+        """When the pool, or the database, was last made different."""
         self.store_mode: StoreMode = "works"
         self.records: dict[str, SessionRecord] = {}
         """What is stored, by conversation."""
@@ -206,6 +223,11 @@ class World:
             last = self.last_call.get(call.conversation, -1)
             self.check(call.number > last, f"{what} comes after number {last}, which came later")
             self.last_call[call.conversation] = call.number
+            self._check_wait(call, what)
+            worn = (
+                connection.recycle_asked_in_turn and not connection.works_on and self.changed_at <= connection.ready_at
+            )
+            self.check(not worn, f"{what} went to {connection}, which was to be let go")
             limit = rules.quarantine_after
             if limit and not known_faults.twin_of_a_killer_was_in_line(self, call):
                 self.check(self.killed_least[call.text] < limit, f"{what} has killed too many")
@@ -217,6 +239,29 @@ class World:
         self.hand_overs.append(hand_over)
         call.turn_id = turn.turn_id
         return hand_over
+
+    def _check_wait(self, call: Call, what: str) -> None:
+        """Nobody stands in line for longer than is allowed."""
+        for before in self.hand_overs:
+            if before.call.conversation == call.conversation and before.call is not call and before.told:
+                in_line_s = before.told_at - call.began_at
+                self.check(in_line_s <= WAIT_TIMEOUT_S + 0.001, f"{what} was in line for {in_line_s:g} s")
+
+    def got_room(self, conversation: str) -> None:
+        """A worker is started: if it had to wait for that, then not because of one that idles."""
+        calls = [each for each in self.calls if each.conversation == conversation and each.is_open]
+        if not calls or calls[0].rivals or calls[0].touched or self.store_mode != "works":
+            return
+        if now() - max(calls[0].began_at, self.changed_at) > ROOM_S:
+            idle = [each for each in self.live if each.conversation != conversation and self._idles(each)]
+            self.check(not idle, f"{calls[0].text} had to wait for room, and {idle} idled")
+
+    def _idles(self, connection: "FakeConnection") -> bool:
+        if connection.host_has is not None or connection.works_on or not connection.ready or connection.wanted:
+            return False
+        calls = [each for each in self.calls if each.conversation == connection.conversation]
+        used_at = max((each.ended_at if each.ended_at is not None else now() for each in calls), default=0.0)
+        return max(used_at, connection.rests_since) < now() - ROOM_S
 
     def _check_history(self, connection: "FakeConnection", turn: wire.Turn, what: str) -> None:
         """A turn that failed must be out of the history before the next one; one that is in it is not run again."""
@@ -230,6 +275,8 @@ class World:
     def heard_of(self, hand_over: HandOver, message: wire.TurnMessage) -> None:
         """The pool has just heard something of a turn."""
         self.progressed(hand_over)
+        if isinstance(message, wire.Event):
+            hand_over.heard_at.append(now())
         match message:
             case wire.ToolStarted():
                 hand_over.tools_open += 1
@@ -238,10 +285,10 @@ class World:
             case wire.Question():
                 hand_over.question_until = now() + message.timeout_s
             case wire.TurnDone():
-                hand_over.told = True
+                hand_over.told, hand_over.told_at = True, now()
                 self.worked(hand_over.call.conversation, hand_over.call.text, surely=message.outcome != "interrupted")
             case wire.TurnFailed():
-                hand_over.told = True
+                hand_over.told, hand_over.told_at = True, now()
 
     def progressed(self, hand_over: HandOver) -> None:
         """A turn shows progress, or ends: it must not have been silent for longer than is allowed."""
@@ -295,13 +342,17 @@ class World:
         conversation = connection.conversation
         if connection.host_has is not None or self.stopping[conversation]:
             return
-        if connection.jobs or connection.processes:
+        if connection.works_on:
             rested_s = now() - connection.rests_since
             self.check(rested_s >= self.rules.background_timeout_s, f"{connection} goes and works in the background")
+        others = [each for each in self.calls if each.conversation != conversation and self._wants_room(each)]
+        room_is_needed = others or len(self.limits) > 1
         if conversation in self.refused_for_good:
-            others = [each for each in self.calls if each.conversation != conversation and self._wants_room(each)]
-            self.check(others or len(self.limits) > 1, f"{connection} goes unsaved, and nobody needs its room")
+            self.check(room_is_needed, f"{connection} goes unsaved, and nobody needs its room")
             return
+        if not (room_is_needed or connection.recycle_asked):
+            idle_s = now() - connection.rests_since
+            self.check(idle_s >= IDLE_TIMEOUT_S, f"{connection} goes after {idle_s:g} s, and nobody wants that")
         record = self.records.get(conversation)
         stored = None if record is None else (record.session_id, record.committed, record.status)
         wanted = (*self.known[conversation], "dormant")
