@@ -173,10 +173,39 @@ async def _put_in_order(pool: Pool, world: World) -> None:
         return
     live = [each for each in world.connections if each.process is not None and each.death is None]
     world.check(pool.workers == len(live), f"{pool.workers} slots are taken, and {live} live")
+    for number, key in enumerate(KEYS):
+        jobs = sum(len(each.jobs) for each in live if each.conversation == key.conversation_id)
+        world.check(pool.jobs(number) == jobs, f"{key} is said to have {pool.jobs(number)} jobs, and has {jobs}")
+        _check_books(pool, world, number, key.conversation_id)
     if world.complaints:
         return
-    for number, key in enumerate(KEYS):
-        killed, texts = pool.killers(number), {call.text for call in world.calls if call.conversation == conversation}
+    await asyncio.sleep(IDLE_TIMEOUT_S + BACKGROUND_S)
+    world.check(not world.live, f"{world.live} idle for ever")
+    world.check(not pool.workers, f"{pool.workers} slots are taken, and no worker lives")
+    await _ask_all(pool, world)
+
+
+async def _ask_all(pool: Pool, world: World) -> None:
+    """Every conversation answers its next message, once nothing holds it back any more."""
+    pool.reset(None)
+    for number in range(CONVERSATIONS):
+        pool.reset(number)
+        probe = pool.say(Say(number))
+        assert probe.task is not None
+        await asyncio.wait({probe.task}, timeout=ALL_ANSWERED_S)
+        answered = isinstance(probe.outcome, Reply) and probe.outcome.outcome == "completed"
+        world.check(answered, f"{KEYS[number]} is broken: {probe.outcome!r}")
+        world.check(pool.failures(number) == 0, f"{KEYS[number]} works, and old deaths count against it")
+        await asyncio.sleep(0.1)
+
+
+def _check_books(pool: Pool, world: World, number: int, conversation: str) -> None:
+    """A death counts where nobody had wanted it, and nowhere else."""
+    most = world.rules.restarts_in_window_max + 1
+    counted = pool.failures(number)
+    least, at_most = (min(most, each[conversation]) for each in (world.strikes_least, world.strikes_most))
+    world.check(least <= counted <= at_most, f"{counted} deaths of {conversation} count, and not {least} to {at_most}")
+    killed, texts = pool.killers(number), {call.text for call in world.calls if call.conversation == conversation}
     least, at_most = (sum(each[text] for text in texts) for each in (world.killed_least, world.killed_most))
     world.check(least <= killed <= at_most, f"{killed} deaths count against messages, and not {least} to {at_most}")
     died, told = world.unwanted_deaths[conversation], pool.reported()[conversation]
