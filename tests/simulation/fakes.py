@@ -3,30 +3,42 @@
 The pool is the real one, from ``HermesSessionManager`` down to the last state. In place of worker processes there are
 ``FakeConnection`` and ``FakeFactory``, in place of the database ``FakeStore``, and time is the event loop's. Nothing
 here starts a process or a thread, or touches a file or a socket.
-
-``World`` is what really happens, as the workers and the callers see it. It complains at once where that may not be;
-what can only be told when a caller has its answer, ``judging`` tells.
 """
 
 import asyncio
 import contextlib
+import math
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import known_faults
-from hermes_pool.breakers import StartBreaker
-from hermes_pool.link import EXIT_UNUSABLE, Death, LinkListener, Stopped
-from hermes_pool.start import LAUNCHES_MAX
-from hermes_pool.store import SessionRecord
-from hermes_pool.verdict import Judgement, Verdict
-from histories import CONVERSATIONS, Birth, History, Op, Rules, Say, StoreMode
+from histories import CONVERSATIONS, Birth, History, Op, Rules, Say
+from world import (
+    BREATH_S,
+    CLOSE_GRACE_S,
+    EXITS_S,
+    IDLE_TIMEOUT_S,
+    LONG_QUESTION_S,
+    LOOK_S,
+    PAUSE_S,
+    PROGRESS_TIMEOUT_S,
+    QUESTION_S,
+    START_TIMEOUT_S,
+    TERM_GRACE_S,
+    TURN_TIMEOUT_S,
+    WAIT_TIMEOUT_S,
+    Call,
+    HandOver,
+    World,
+    now,
+)  # fmt: skip
 
 from hermes_pool import (
     HermesPoolError,
@@ -34,7 +46,6 @@ from hermes_pool import (
     NoCapacityError,
     PoolSettings,
     PoolUnavailableError,
-    Reply,
     SessionKey,
     StateNotWritableError,
     StoreError,
@@ -42,28 +53,22 @@ from hermes_pool import (
     WorkerStartError,
     WorkerStartTimeoutError,
     WorkerUnusableError,
+    control,
     health,
     manager,
     place,
     start,
 )
+from hermes_pool.breakers import StartBreaker
+from hermes_pool.link import EXIT_UNUSABLE, Death, LinkListener, Stopped
 from hermes_pool.process import Exit
+from hermes_pool.start import LAUNCHES_MAX
+from hermes_pool.store import SessionRecord
+from hermes_pool.verdict import Judgement, Verdict
 from hermes_pool_worker import wire
 
-TURN_TIMEOUT_S = 4.0
-PROGRESS_TIMEOUT_S = 1.5
-START_TIMEOUT_S = 1.0
-WAIT_TIMEOUT_S = 3.0
-CLOSE_GRACE_S = 0.3
-TERM_GRACE_S = 0.2
-IDLE_TIMEOUT_S = 2.0
-LOOK_S = 0.001
-"""What a look into the process table takes, which a thread does in real life."""
-BREATH_S = 0.01
-PAUSE_S = 0.3
-QUESTION_S = 0.4
-EXITS_S = 0.01
-"""How long a worker takes that leaves when it is asked to."""
+DRAIN_S = 2.5
+"""How long a drain may take beyond its deadline, to stop what is left."""
 
 KEYS: tuple[SessionKey, ...] = (
     SessionKey("c0"),
@@ -78,7 +83,7 @@ def settings_for(rules: Rules) -> PoolSettings:
         agent="echo",
         state_dir=Path(tempfile.gettempdir()),  # it exists, and nothing is put there
         idle_timeout_s=IDLE_TIMEOUT_S,
-        idle_sweep_s=0.5,
+        idle_sweep_s=1.0,
         start_timeout_s=START_TIMEOUT_S,
         turn_timeout_s=TURN_TIMEOUT_S,
         progress_timeout_s=PROGRESS_TIMEOUT_S,
@@ -104,264 +109,42 @@ def settings_for(rules: Rules) -> PoolSettings:
     )
 
 
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-# --- what really happens ----------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Call:
-    """One message of one caller, as the caller sees it."""
-
-    number: int
-    conversation: str
-    text: str
-    say: Say
-    began_at: float
-    task: "asyncio.Task[None] | None" = None
-    turn: Turn | None = None
-    turn_id: str | None = None
-    events: list[wire.TurnEvent] = field(default_factory=list)
-    read_to_the_end: bool = False
-    outcome: Reply | BaseException | None = None
-    ended_at: float | None = None
-    sends: bool = True
-    """Whether it uses ``send``, and not ``turn``."""
-    rivals: bool = False
-    """Whether the conversation had anything to do when it came."""
-    touched: bool = False
-    """Whether somebody ended it early: its caller, or whoever stopped the conversation."""
-
-    @property
-    def is_open(self) -> bool:
-        return self.ended_at is None
-
-
-@dataclass(eq=False)
-class HandOver:
-    """One attempt of one turn, as its worker sees it."""
-
-    call: Call
-    connection: "FakeConnection"
-    turn: wire.Turn
-    at: float
-    sent: list[wire.TurnEvent] = field(default_factory=list)
-    tools: list[str] = field(default_factory=list)
-    done: wire.TurnDone | None = None
-    failed: bool = False
-    died: bool = False
-
-
-class World:
-    """The truth, and the complaints. ``conversation`` is an id throughout."""
-
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
-        self.complaints: list[str] = []
-        self.story: list[str] = []
-        self.births: deque[Birth] = deque()
-        self.store = FakeStore(self)
-        self.connections: list[FakeConnection] = []
-        self.live: set[FakeConnection] = set()
-        self.histories: dict[str, list[tuple[str, str]]] = {}
-        """What the agent keeps on its disk: the turns of each session, by their ids and texts."""
-        self.calls: list[Call] = []
-        self.hand_overs: list[HandOver] = []
-        self.of_turn: dict[str, list[HandOver]] = defaultdict(list)
-        self.times_heard: Counter[str] = Counter()
-        self.known: dict[str, tuple[str, str | None]] = {}
-        """Session id and mark that the pool was told last, by conversation."""
-        self.last_call: dict[str, int] = {}
-        self.stopping: Counter[str] = Counter()
-        """Conversations that somebody has asked to stop, for as long as that takes."""
-        self.limits = {rules.workers_max}
-        self.happened: set[str] = set()
-        # How often a conversation's workers have died unasked or failed to start since it last worked: a lower and an
-        # upper bound, for whether an interrupted turn counts as one that worked is seen by its caller only.
-        self.strikes_least: Counter[str] = Counter()
-        self.strikes_most: Counter[str] = Counter()
-        self.killed_least: Counter[str] = Counter()
-        self.killed_most: Counter[str] = Counter()
-        self.killed_at: dict[str, float] = {}
-        self.unwanted_deaths: Counter[str] = Counter()
-
-    @staticmethod
-    def now() -> float:
-        return now()
-
-    def tell(self, what: str) -> None:
-        self.story.append(f"{now() - 1000:8.3f} {what}")
-
-    def complain(self, what: str) -> None:
-        self.tell(f"WRONG: {what}")
-        self.complaints.append(what)
-
-    def check(self, fact: object, what: str) -> None:
-        if not fact:
-            self.complain(what)
-
-    # --- facts that are judged as they happen ---
-
-    def launched(self, connection: "FakeConnection") -> None:
-        conversation = connection.conversation
-        twins = [
-            each
-            for each in self.live
-            if each.conversation == conversation and not known_faults.start_is_cancelled_twice(each)
-        ]
-        self.check(not twins, f"{connection} is launched while {twins} live")
-        self.check(len(self.live) < max(self.limits), f"{connection} is one more than {max(self.limits)} workers")
-        self.live.add(connection)
-
-    def asked_to_open(self, connection: "FakeConnection", request: wire.Open) -> None:
-        conversation = connection.conversation
-        self.check(request.conversation_id == conversation, f"{connection} was opened for {request.conversation_id}")
-        known = self.known.get(conversation)
-        asked = (request.session_id, request.committed)
-        if known is not None and not known_faults.recall_overtakes_a_save(self, conversation):
-            self.check(asked == known, f"{connection} was asked for {asked}, and {known} was told last")
-
-    def handed_over(self, connection: "FakeConnection", turn: wire.Turn) -> HandOver | None:
-        rules, before = self.rules, self.of_turn[turn.turn_id]
-        call = before[0].call if before else self._call_of(turn)
-        if call is None:
-            self.complain(f"{turn} is nobody's message")
-            return None
-        what = f"attempt {turn.attempt} of {call.text} ({turn.turn_id})"
-        self.check(
-            connection.ready and not connection.wanted, f"{what} went to {connection}, which is not there for it"
-        )
-        self.check(call.conversation == connection.conversation, f"{what} went to {connection}")
-        self.check(call.text == turn.text, f"{what} is {turn.text!r}")
-        self.check(turn.attempt == len(before) + 1, f"{what} is hand-over {len(before) + 1}")
-        self.check(len(before) <= rules.restarts_max, f"{what} went to one worker too many")
-        if before:
-            self.check(rules.replay != "never", f"{what} is a replay")
-            tools = [tool for each in before for tool in each.tools]
-            self.check(rules.replay == "always" or not tools, f"{what} is a replay after {tools}")
-            self.check(not before[-1].connection.alive, f"{what}, and the worker of the one before lives")
-        else:
-            self.check(call.is_open, f"{what} was begun when its caller had gone")
-            last = self.last_call.get(call.conversation, -1)
-            self.check(call.number > last, f"{what} comes after number {last}, which came later")
-            self.last_call[call.conversation] = call.number
-            limit = rules.quarantine_after
-            if limit and not known_faults.twin_of_a_killer_was_in_line(self, call):
-                self.check(self.killed_least[call.text] < limit, f"{what} has killed too many")
-        hand_over = HandOver(call, connection, turn, now())
-        before.append(hand_over)
-        self.hand_overs.append(hand_over)
-        call.turn_id = turn.turn_id
-        return hand_over
-
-    def _call_of(self, turn: wire.Turn) -> Call | None:
-        for call in reversed(self.calls):
-            if turn.turn_id == (call.turn.turn_id if call.turn is not None else call.turn_id):
-                return call
-        ours = [call for call in self.calls if call.sends and call.turn_id is None and call.text == turn.text]
-        return ours[-1] if ours else None
-
-    def told_by(self, hand_over: HandOver, message: wire.TurnDone | wire.TurnFailed) -> None:
-        """The pool has just heard how a turn ended."""
-        call = hand_over.call
-        if isinstance(message, wire.TurnDone):
-            self.worked(call.conversation, call.text, surely=message.outcome != "interrupted")
-
-    def worked(self, conversation: str, text: str, *, surely: bool) -> None:
-        self.strikes_least[conversation] = self.killed_least[text] = 0
-        if surely:
-            self.strikes_most[conversation] = self.killed_most[text] = 0
-
-    def strike(self, conversation: str) -> None:
-        self.strikes_least[conversation] += 1
-        self.strikes_most[conversation] += 1
-        if self.strikes_most[conversation] > self.rules.restarts_in_window_max:
-            self.happened.add(f"{conversation} backs off")
-
-    def told_of_death(self, connection: "FakeConnection") -> None:
-        """The pool is about to hear of a death."""
-        hand_over = connection.host_has
-        if connection.wanted or not connection.ready:
-            return
-        self.unwanted_deaths[connection.conversation] += 1
-        self.strike(connection.conversation)
-        if hand_over is not None:
-            hand_over.died = True
-            text = hand_over.call.text
-            self.killed_most[text] += 1
-            self.killed_at[text] = now()
-            young = now() - hand_over.call.began_at < PROGRESS_TIMEOUT_S
-            self.killed_least[text] += young and not hand_over.call.touched and hand_over.call.is_open
-
-    def asked_to_close(self, connection: "FakeConnection") -> None:
-        """A worker is stopped: one that idles must be in the store before, unless somebody has said "now"."""
-        conversation = connection.conversation
-        if connection.host_has is not None or self.stopping[conversation]:
-            return
-        if connection.jobs:
-            rested_s = now() - connection.rests_since
-            self.check(rested_s >= self.rules.background_timeout_s, f"{connection} goes and has {connection.jobs}")
-        if self.store.never_took(conversation):
-            others = [each for each in self.calls if each.conversation != conversation and self._wants_room(each)]
-            self.check(others or len(self.limits) > 1, f"{connection} goes unsaved, and nobody needs its room")
-            return
-        record = self.store.records.get(conversation)
-        stored = None if record is None else (record.session_id, record.committed, record.status)
-        wanted = (*self.known[conversation], "dormant")
-        self.check(stored == wanted, f"{connection} goes, and {stored} is stored in place of {wanted}")
-
-    def _wants_room(self, call: Call) -> bool:
-        return call.ended_at is None or call.ended_at >= now() - 1.0
-
-
 # --- the database -----------------------------------------------------------------------------------------------------
 
 
 class FakeStore:
-    """A database that is slow, or fails, as it is told. What is stored survives all."""
+    """A database that is slow, or fails, as it is told. It stands in for ``hermes_pool.store.ConversationStore``."""
 
     def __init__(self, world: World) -> None:
-        self.mode: StoreMode = "works"
-        self.records: dict[str, SessionRecord] = {}
         self._world = world
-        self.loaded_while_saved: set[str] = set()
-        """Conversations whose last load met a save."""
-        self.went_dormant_at: dict[str, float] = {}
         self._saving: Counter[str] = Counter()
-        self._last_refused: set[str] = set()
-
-    def never_took(self, conversation: str) -> bool:
-        """Whether the last try to store it failed for good."""
-        return conversation in self._last_refused
 
     async def load(self, key: SessionKey) -> SessionRecord | None:
         conversation = key.conversation_id
-        self.loaded_while_saved.discard(conversation)
+        self._world.loaded_while_saved.discard(conversation)
         if self._saving[conversation]:
-            self.loaded_while_saved.add(conversation)
+            self._world.loaded_while_saved.add(conversation)
         await self._answer("load")
-        return self.records.get(conversation)
+        return self._world.records.get(conversation)
 
     async def save(self, key: SessionKey, record: SessionRecord) -> None:
         conversation = key.conversation_id
         self._saving[conversation] += 1
         if record.status == "dormant":
-            self.went_dormant_at[conversation] = now()
+            self._world.went_dormant_at[conversation] = now()
         try:
             await self._answer("save")
         except StateNotWritableError:
-            self._last_refused.add(conversation)
+            self._world.refused_for_good.add(conversation)
             raise
         finally:
             self._saving[conversation] -= 1
-        self._last_refused.discard(conversation)
-        self.records[conversation] = record
+        self._world.refused_for_good.discard(conversation)
+        self._world.records[conversation] = record
         self._world.tell(f"saved {conversation} {record.status} {record.session_id} {record.committed}")
 
     async def _answer(self, what: str) -> None:
-        mode = self.mode
+        mode = self._world.store_mode
         await asyncio.sleep(0.2 if mode == "slow" else LOOK_S)
         if mode == "fails":
             raise StoreError(f"the database does not {what}")
@@ -399,10 +182,15 @@ class FakeConnection:
         self.asked_at: float | None = None
         # The pool's side of it.
         self.ready = False
+        self.ready_at = 0.0
+        self.recycle_asked = False
+        self.recycle_asked_in_turn = False
         """Whether it was given to its conversation."""
         self.wanted = False
         self.host_has: HandOver | None = None
         """The turn whose end the pool has not heard of yet."""
+        self.processes: list[str] = []
+        """What its tools have left running."""
         self.jobs: set[str] = set()
         """Open, as far as the pool has heard."""
         self.rests_since = 0.0
@@ -410,6 +198,8 @@ class FakeConnection:
         # The worker's side.
         self.alive = False
         self.frozen = False
+        self.frozen_at = math.inf
+        self.exited_at = math.inf
         self.died_at: float | None = None
         """When the pool heard of it."""
         self.is_being_stopped = False
@@ -431,6 +221,10 @@ class FakeConnection:
         self._dead = asyncio.Event()
         self._returncode: int | None = None
         self._cause: str | None = None
+
+    @property
+    def works_on(self) -> bool:
+        return bool(self.jobs or self.processes)
 
     def __repr__(self) -> str:
         return f"worker {self.number} of {self.conversation}"
@@ -542,6 +336,8 @@ class FakeConnection:
 
     def pause_reading(self) -> None:
         self._paused = self.alive
+        if self.host_has is not None:
+            self.host_has.excused = True
 
     def resume_reading(self) -> None:
         if self._paused:
@@ -621,7 +417,7 @@ class FakeConnection:
         return self._loop.call_later(seconds, act) if seconds else self._loop.call_soon(act)
 
     def _emit(self, message: wire.Message) -> None:
-        if self._has is not None and isinstance(message, wire.TurnEvent):
+        if self._has is not None and isinstance(message, wire.Event):
             ours = (message.turn_id, message.attempt) == (self._has.turn.turn_id, self._has.turn.attempt)
             if ours:
                 self._has.sent.append(message)
@@ -651,13 +447,13 @@ class FakeConnection:
         if hand_over is None or (message.turn_id, message.attempt) != (hand_over.turn.turn_id, hand_over.turn.attempt):
             return
         known = self._world.known
+        self._world.heard_of(hand_over, message)
         match message:
             case wire.TurnDone() | wire.TurnFailed():
                 assert message.session_id is not None
                 known[self.conversation] = (message.session_id, message.committed)
                 self.host_has = None
                 self.rests_since = now()
-                self._world.told_by(hand_over, message)
             case wire.SessionMoved():
                 known[self.conversation] = (message.session_id, known[self.conversation][1])
 
@@ -678,6 +474,10 @@ class FakeConnection:
                 self._be_cancelled()
             case wire.Answer() if mine and message.question_id == self._question:
                 self._question = None
+                assert has is not None
+                has.answered.add(message.question_id)
+                if self.host_has is not None:
+                    self.host_has.question_until = 0.0
                 self._say_text("answered")
                 self._go_on_after(0.0)
             case wire.Ping():
@@ -733,10 +533,14 @@ class FakeConnection:
             case "tool_end" if self._has.tools:
                 tool = self._has.tools[-1]
                 self._emit(wire.ToolFinished(*name, tool.replace("tool", "call"), tool, True, "", 0.0))
-            case "ask":
+            case "ask" | "ask_long":
                 self._question = f"question-{serial}"
-                self._emit(wire.Question(*name, self._question, "clarify", "?", [], QUESTION_S))
-                return QUESTION_S
+                waits_s = QUESTION_S if op == "ask" else LONG_QUESTION_S
+                self._has.asked_until[self._question] = now() + waits_s
+                self._emit(wire.Question(*name, self._question, "clarify", "?", [], waits_s))
+                return BREATH_S if self._script and self._script[0] == "dies" else waits_s
+            case "process":
+                self.processes.append("a process")
             case "moves":
                 moved = f"session-{serial}"
                 self._world.histories[moved] = list(self._history)
@@ -784,6 +588,7 @@ class FakeConnection:
             return
         self._commit()
         turn, mark = has.turn, str(len(self._history))
+        has.done_at = now()
         has.done = wire.TurnDone(turn.turn_id, turn.attempt, f"re:{turn.text}", self.session_id, outcome, mark)
         self._has = self._question = None
         self._emit(has.done)
@@ -834,6 +639,7 @@ class FakeConnection:
         if self.alive and self.ready:
             self._world.tell(f"{self} is frozen")
             self.frozen = True
+            self.frozen_at = now()
 
     def exits(self, returncode: int) -> None:
         """End the process; what it has written is still read, and then its end is told."""
@@ -841,6 +647,7 @@ class FakeConnection:
             return
         self._world.tell(f"{self} exits with {returncode}")
         self.alive = False
+        self.exited_at = now()
         self._returncode = returncode
         self._world.live.discard(self)
         if self._timer is not None:
@@ -880,12 +687,24 @@ class FakeFactory:
         self.breaker = StartBreaker(settings, now, lambda: 0.5)
         self.spares = FakeSpares()
         self._world = world
+        self._inherited: set[HandOver] = set()
 
     def warm_up(self) -> None:
         """Do nothing."""
 
     async def close(self) -> None:
         """Do nothing."""
+
+    def _birth(self, conversation: str) -> Birth:
+        """Return how the next worker is born: the heir of one that died of its turn, or who is next at all."""
+        world = self._world
+        if world.is_mended:
+            return Birth()
+        last = next((each for each in reversed(world.hand_overs) if each.call.conversation == conversation), None)
+        if last is not None and last.connection.death is not None and not last.told and last not in self._inherited:
+            self._inherited.add(last)
+            return last.call.say.heir
+        return world.births.popleft() if world.births else Birth()
 
     def request(self, conversation_id: str, **session: Any) -> wire.Open:
         return wire.Open(conversation_id, **session)
@@ -899,6 +718,8 @@ class FakeFactory:
     ) -> FakeConnection:
         deadline = now() + START_TIMEOUT_S
         asked = asyncio.ensure_future(request)
+        self._world.got_room(conversation_id)
+        self._world.starting[conversation_id] += 1
         try:
             with self.breaker.start(conversation_id):
                 connection = await self._start(conversation_id, asked, listener, on_failure, deadline)
@@ -906,13 +727,14 @@ class FakeFactory:
             self._note(conversation_id, error)
             raise
         finally:
+            self._world.starting[conversation_id] -= 1
             if not asked.done():
                 asked.cancel()
                 await asyncio.wait({asked})
             if not asked.cancelled():
                 asked.exception()
         assert connection.opened is not None
-        connection.ready = True
+        connection.ready, connection.ready_at = True, now()
         world, opened = self._world, connection.opened
         world.known[conversation_id] = (opened.session_id, opened.committed)
         if opened.recovered is not None:
@@ -929,7 +751,7 @@ class FakeFactory:
         deadline: float,
     ) -> FakeConnection:
         for tries_left in reversed(range(LAUNCHES_MAX)):
-            birth = self._world.births.popleft() if self._world.births else Birth()
+            birth = self._birth(conversation)
             connection = FakeConnection(self._world, conversation, listener, birth)
             self._world.tell(f"{connection} is started: {birth}")
             listener.link_begun(connection)  # type: ignore[arg-type]
@@ -1011,6 +833,10 @@ async def _as_if_in_a_thread(work: Callable[[], Any]) -> Any:
     return work()
 
 
+def _processes_left(world: World, pid: int, *_: Any) -> tuple[str, ...]:
+    return next(tuple(each.processes) for each in world.connections if each.process and each.process.pid == pid)
+
+
 @contextlib.contextmanager
 def _replaced(*names: tuple[Any, str, Any]) -> Iterator[None]:
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
@@ -1035,12 +861,12 @@ def outside_replaced(world: World) -> contextlib.AbstractContextManager[None]:
         (manager, "Starter", partial(FakeFactory, world)),
         (manager, "Caretaker", FakeMonitor),
         (manager, "logger", lambda: Log(world)),
-        (manager.control, "ControlServer", FakeControl),
+        (control, "ControlServer", FakeControl),
         (place, "wants", lambda _: True),
         (place, "in_thread_or_here", _as_if_in_a_thread),
         (place, "kill_strays", lambda _: ()),
         (health, "children_known", lambda _: frozenset()),
-        (health, "begun_later", lambda *_: ()),
+        (health, "begun_later", partial(_processes_left, world)),
         (health, "kill", lambda _: []),
         *((module, "monotonic", now) for module in _users_of_the_clock()),
     )
@@ -1057,7 +883,7 @@ class Pool:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._manager = HermesSessionManager(settings_for(world.rules), store=world.store)  # type: ignore[arg-type]
+        self._manager = HermesSessionManager(settings_for(world.rules), store=FakeStore(world))  # type: ignore[arg-type]
         self._tasks: set[asyncio.Task[None]] = set()
         self._texts: Counter[str] = Counter()
         self._last_text: dict[str, str] = {}
@@ -1123,10 +949,12 @@ class Pool:
             if manner != "only_replies":
                 async for event in turn:
                     call.events.append(event)
+                    call.events_at.append(now())
                     if manner == "streams_slowly":
                         await asyncio.sleep(0.1)
                     if manner == "answers" and isinstance(event, wire.Question):
                         await asyncio.sleep(0.05)
+                        call.answers.append((event.question_id, now()))
                         await turn.answer(event.question_id, "yes")
                     if manner == "leaves":
                         call.touched = True
@@ -1171,10 +999,11 @@ class Pool:
         before = [each for each in self.world.live if each.conversation == name]
         self._touch(name)
         self.world.stopping[name] += 1
+        self._end_turns(name)
         await self._manager.stop(KEYS[conversation])
         self.world.stopping[name] -= 1
         for each in before:
-            if not known_faults.stop_meets_a_hibernation(each) and not known_faults.start_is_cancelled_twice(each):
+            if not known_faults.stop_meets_a_stop(each) and not known_faults.start_is_cancelled_twice(each):
                 self.world.check(not each.alive, f"{each} lives on after a stop")
 
     def reset(self, conversation: int | None) -> None:
@@ -1187,8 +1016,9 @@ class Pool:
     def release(self, conversation: int) -> None:
         """Release all messages of a conversation that are refused."""
         for fingerprint in self._quarantined(conversation):
-            self._manager.release(KEYS[conversation], fingerprint)
-            self._forgive(KEYS[conversation].conversation_id)
+            with contextlib.suppress(HermesPoolError):
+                self._manager.release(KEYS[conversation], fingerprint)
+                self._forgive(KEYS[conversation].conversation_id)
 
     def _forgive(self, conversation: str) -> None:
         for text in self.world.killed_least:
@@ -1208,39 +1038,70 @@ class Pool:
             self._touch(key.conversation_id)
             self.world.stopping[key.conversation_id] += 1
         try:
+            began_at = now()
             await self._manager.drain(deadline_s)
+            took_s = now() - began_at
+            if self.condition == "drained" and self.world.resumed_at[-1] < began_at:
+                self.world.check(took_s <= deadline_s + DRAIN_S, f"a drain took {took_s:g} s")
         finally:
             for key in KEYS:
                 self.world.stopping[key.conversation_id] -= 1
 
     def resume(self) -> None:
+        self.world.changed_at = now()
+        self.world.resumed_at.append(now())
         with contextlib.suppress(HermesPoolError):
             self._manager.resume()
 
     def resize(self, workers_max: int) -> None:
         self.world.limits.add(workers_max)
+        self.world.changed_at = now()
         self._manager.resize(workers_max)
 
     def close(self) -> None:
-        self.world.happened.add("close")
         self._begin(self.closed())
 
     async def closed(self) -> None:
         """Close, and wait for that."""
-        self.world.happened.add("close")
+        self.world.closed_at = min(self.world.closed_at, now())
         for key in KEYS:
+            self._end_turns(key.conversation_id)
+            self._refuse_those_in_line(key.conversation_id)
             self._touch(key.conversation_id)
             self.world.stopping[key.conversation_id] += 1
         await self._manager.close()
         self.check_nothing_lives()
 
+    def _end_turns(self, conversation: str) -> None:
+        """Whatever runs here is stopped, and must not begin anew."""
+        for each in self.world.live:
+            if (
+                each.conversation == conversation
+                and each.host_has is not None
+                and not self.world.starting[conversation]
+            ):
+                self.world.stopped_turns.add(each.host_has.turn.turn_id)
+
     def check_nothing_lives(self) -> None:
         live = [
             each
             for each in self.world.live
-            if not known_faults.stop_meets_a_hibernation(each) and not known_faults.start_is_cancelled_twice(each)
+            if not known_faults.stop_meets_a_stop(each) and not known_faults.start_is_cancelled_twice(each)
         ]
         self.world.check(not live, f"{live} live on in a closed pool")
+
+    def _refuse_those_in_line(self, conversation: str) -> None:
+        """Who waits for room, with nothing going on in the conversation, is to hear that the pool is closed."""
+        world = self.world
+        busy = world.starting[conversation] or any(each.conversation == conversation for each in world.live)
+        calls = [each for each in world.calls if each.conversation == conversation and each.is_open]
+        for call in calls:
+            call.must_be_refused = not (
+                busy
+                or call.touched
+                or call.turn_id in world.of_turn
+                or now() - max(call.began_at, world.resumed_at[-1]) < BREATH_S
+            )
 
     def _touch(self, conversation: str) -> None:
         for call in self.world.calls:
@@ -1264,6 +1125,10 @@ class Pool:
 
     def recycle(self, conversation: int) -> None:
         if (session := self._session(conversation)) is not None and session.worker is not None:
+            worker = self.worker_of(conversation)
+            if worker is not None:
+                worker.recycle_asked = True
+                worker.recycle_asked_in_turn |= worker.host_has is not None and not worker.wanted
             session.recycle("is too big")
 
     def kill_for(self, conversation: int) -> None:
@@ -1287,6 +1152,16 @@ class Pool:
         session = self._session(conversation)
         quarantined: tuple[str, ...] = () if session is None else session.snapshot().quarantined
         return quarantined
+
+    def jobs(self, conversation: int) -> int:
+        """How many jobs are open, as far as it knows."""
+        session = self._session(conversation)
+        return 0 if session is None else len(session.snapshot().jobs)
+
+    def killers(self, conversation: int) -> int:
+        """How many deaths count against the messages of a conversation."""
+        session = self._session(conversation)
+        return 0 if session is None else sum(each.deaths for each in session.quarantine.snapshot())
 
     def failures(self, conversation: int) -> int:
         """How many deaths and failed starts count against a conversation."""

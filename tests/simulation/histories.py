@@ -23,8 +23,8 @@ class Choose(Protocol):
 # --- what workers and callers do --------------------------------------------------------------------------------------
 
 Op: TypeAlias = Literal[
-    "text", "tool", "tool_end", "ask", "moves", "job", "job_end", "stray", "old_attempt", "commit", "dies", "fails",
-    "partial", "breath", "pause", "hang",
+    "text", "tool", "tool_end", "ask", "ask_long", "moves", "job", "job_end", "process", "stray", "old_attempt",
+    "commit", "dies", "fails", "partial", "breath", "pause", "hang",
 ]  # fmt: skip
 """A step of a worker through a turn. ``breath`` and ``pause`` take time, ``hang`` never ends; after the last one the
 turn is done."""
@@ -66,6 +66,8 @@ class Say:
     manner: Manner = "sends"
     again: bool = False
     """Whether it is the text that this conversation heard last."""
+    heir: Birth = Birth()
+    """How the worker is born that takes over when one has died of it."""
 
 
 @dataclass(frozen=True)
@@ -154,18 +156,25 @@ class History:
 
 _OPS: tuple[Op, ...] = (
     "text", "text", "breath", "breath", "tool", "tool_end", "dies", "pause", "commit", "ask", "job", "job_end", "moves",
-    "stray", "old_attempt", "partial", "fails", "hang",
+    "process", "stray", "old_attempt", "partial", "fails", "hang",
 )  # fmt: skip
+_TALES: tuple[tuple[Op, ...], ...] = (
+    (), ("text", "dies"), ("hang",), ("tool", "breath", "tool_end"), ("tool", "dies"),
+    ("tool", "tool_end", "breath", "dies"), ("commit", "dies"), ("breath", "dies"), ("ask",), ("ask_long", "breath"),
+    ("ask_long", "dies"), ("job", "breath"),
+    ("process",), ("text", "text", "text"), ("text", "pause", "text"), ("moves", "commit", "dies"), ("ask", "hang"),
+)  # fmt: skip
+"""What happens most, or is most delicate."""
 _FATES: tuple[Fate, ...] = (
-    "ready", "ready", "ready", "dies_before_hello", "dies_before_opened", "dies_as_it_opens", "dies_once_open",
-    "hangs_before_hello", "hangs_before_opened", "unusable", "no_capacity",
+    "ready", "ready", "ready", "dies_once_open", "dies_before_hello", "dies_before_opened", "dies_as_it_opens",
+    "dies_once_open", "hangs_before_hello", "hangs_before_opened", "unusable", "no_capacity",
 )  # fmt: skip
-_TIMES = (0.0, 0.0, 0.0, 0.01, 0.03, 0.05, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5)
+_TIMES = (0.0, 0.0, 0.0, 0.01, 0.03, 0.05, 0.05, 0.1, 0.3, 0.5, 1.0, 3.0, 5.0)
 _LENGTHS = (0, 1, 1, 2, 2, 3, 4, 6)
 _CONVERSATIONS = tuple(range(CONVERSATIONS))
 _KINDS = (
-    "say", "say", "say", "say", "pass", "pass", "pass", "pass", "worker", "worker", "birth", "caller", "conversation",
-    "conversation", "pool", "store",
+    "say", "say", "say", "say", "pass", "pass", "pass", "pass", "worker", "worker", "birth", "caller", "caller",
+    "conversation", "conversation", "pool", "pool", "store",
 )  # fmt: skip
 
 
@@ -196,6 +205,7 @@ def step_from(choose: Choose) -> Step:
                 tuple(_script_from(choose) for _ in range(choose((1, 1, 2)))),
                 choose(("sends", "sends", "streams", "streams_slowly", "answers", "only_replies", "leaves", "cancels")),
                 choose((False, False, False, True)),
+                _birth_from(choose),
             )
         case "pass":
             return Pass(choose(_TIMES))
@@ -203,14 +213,7 @@ def step_from(choose: Choose) -> Step:
             befalls = ("crashes", "crashes", "is_killed", "exits", "freezes", "sends_stray", "finishes_job")
             return ToWorker(choose(_CONVERSATIONS), choose(befalls))  # type: ignore[arg-type]
         case "birth":
-            return NextBirth(
-                Birth(
-                    choose(_FATES),
-                    choose((0.0, 0.05, 0.3)),
-                    choose(("obeys", "obeys_late", "deaf", "dies", "finishes", "fails")),
-                    choose(("leaves", "leaves_late", "needs_term", "needs_kill")),
-                )
-            )
+            return NextBirth(_birth_from(choose))
         case "caller":
             return ToCaller(choose((0, 1, 2)), choose(("turn_is_cancelled", "task_is_cancelled")))
         case "conversation":
@@ -218,13 +221,26 @@ def step_from(choose: Choose) -> Step:
             return Operate(choose(_CONVERSATIONS), choose(acts))  # type: ignore[arg-type]
         case "pool":
             return OperatePool(
-                choose(("pause", "resume", "resume", "drain", "drain_now", "reset", "shrink", "grow", "close"))
+                choose(("pause", "resume", "pause", "resume", "drain", "drain_now", "reset", "shrink", "grow", "close"))
             )
         case _:
             return SetStore(choose(("works", "slow", "fails", "unwritable")))
 
 
+def _birth_from(choose: Choose) -> Birth:
+    if choose((True, True, False)):
+        return Birth()
+    return Birth(
+        choose(_FATES),
+        choose((0.0, 0.05, 0.3)),
+        choose(("obeys", "obeys_late", "deaf", "dies", "finishes", "fails")),
+        choose(("leaves", "leaves_late", "needs_term", "needs_kill")),
+    )
+
+
 def _script_from(choose: Choose) -> tuple[Op, ...]:
+    if choose((True, False)):
+        return choose(_TALES)
     return tuple(choose(_OPS) for _ in range(choose(_LENGTHS)))
 
 

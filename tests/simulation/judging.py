@@ -1,16 +1,8 @@
 """What each caller was told, against what its workers did: judged when the caller has its answer."""
 
 import known_faults
-from fakes import (
-    PROGRESS_TIMEOUT_S,
-    START_TIMEOUT_S,
-    TURN_TIMEOUT_S,
-    WAIT_TIMEOUT_S,
-    Call,
-    HandOver,
-    World,
-)
 from histories import CONVERSATIONS
+from world import OBEYS_S, PROGRESS_TIMEOUT_S, START_TIMEOUT_S, TURN_TIMEOUT_S, WAIT_TIMEOUT_S, Call, HandOver, World
 
 from hermes_pool import (
     AgentFailedError,
@@ -27,6 +19,7 @@ from hermes_pool import (
     RestartBackoffError,
     StoreError,
     TurnCancelledError,
+    TurnError,
     TurnInterruptedError,
     TurnTimeoutError,
     WorkerCrashedError,
@@ -38,6 +31,8 @@ from hermes_pool_worker import wire
 
 SLACK_S = 2.0
 """For the rungs of a stop, and looks on the way."""
+BEGUN_S = 4 * WAIT_TIMEOUT_S + 2 * START_TIMEOUT_S + SLACK_S
+"""Within this, a turn has begun, or its caller has an error."""
 
 
 def judge(world: World, call: Call) -> None:
@@ -47,12 +42,15 @@ def judge(world: World, call: Call) -> None:
         hand_overs = world.of_turn[call.turn.turn_id]
     who = f"call {call.number} ({call.text})"
     if call.is_open:
-        world.complain(f"{who} waits for ever")
+        ours = [each for each in world.connections if each.conversation == call.conversation]
+        if not any(known_faults.stop_meets_a_stop(each) for each in ours):
+            world.complain(f"{who} waits for ever")
         return
     if call.turn is not None:
         _judge_events(world, who, call, hand_overs)
         if hand_overs:
             world.check(call.turn.outcome is not None, f"the turn of {who} has no end")
+    _judge_answers(world, who, call, hand_overs)
     match call.outcome:
         case Reply():
             _judge_reply(world, who, call, call.outcome, hand_overs)
@@ -64,6 +62,8 @@ def judge(world: World, call: Call) -> None:
             world.check(call.touched, f"{who} got nothing")
         case _:
             world.check(call.touched, f"{who} got {call.outcome!r}, and nobody had cancelled it")
+    begun_s = (hand_overs[0].at if hand_overs else call.ended_at or 0.0) - call.began_at
+    world.check(begun_s <= BEGUN_S, f"{who} waited for {begun_s:g} s")
     if hand_overs and call.say.manner != "streams_slowly" and call.ended_at is not None:
         took_s = call.ended_at - hand_overs[0].at
         world.check(took_s <= TURN_TIMEOUT_S + START_TIMEOUT_S + SLACK_S, f"{who} took {took_s:g} s")
@@ -107,8 +107,26 @@ def _judge_events(world: World, who: str, call: Call, hand_overs: list[HandOver]
         world.check(seen == sent[: len(seen)], f"{who} saw {seen} of {sent}")
         if call.read_to_the_end and hand_over is hand_overs[-1] and hand_over.done is not None and not call.touched:
             world.check(len(seen) == len(sent), f"{who} saw only {seen} of {sent}")
+    if call.say.manner == "streams":
+        heard_at = [at for hand_over in hand_overs for at in hand_over.heard_at]
+        mine = [at for at, event in zip(call.events_at, call.events, strict=True) if not isinstance(event, wire.Status)]
+        late = [at for at, heard in zip(mine, heard_at, strict=False) if at > heard + 0.001]
+        world.check(not late, f"{who} saw at {late} what the pool had at {heard_at}")
     known = {hand_over.turn.attempt for hand_over in hand_overs}
     world.check(set(attempts) <= known, f"{who} saw events of attempts {set(attempts)} of {known}")
+
+
+def _judge_answers(world: World, who: str, call: Call, hand_overs: list[HandOver]) -> None:
+    """An answer that comes in time reaches the worker that has asked."""
+    for question_id, at in call.answers:
+        soon = at + 3 * world.rules.latency_s + 0.01
+        for hand_over in hand_overs:
+            worker = hand_over.connection
+            asked = any(isinstance(each, wire.Question) and each.question_id == question_id for each in hand_over.sent)
+            ended_at = min(worker.exited_at, worker.frozen_at, hand_over.done_at or soon)
+            in_time = asked and soon < hand_over.asked_until.get(question_id, 0.0)
+            if in_time and ended_at >= soon and not call.touched and not worker.wanted:
+                world.check(question_id in hand_over.answered, f"{who}: the answer to {question_id} was lost")
 
 
 def _unjustified(world: World, call: Call, error: HermesPoolError, hand_overs: list[HandOver]) -> str | None:
@@ -118,6 +136,13 @@ def _unjustified(world: World, call: Call, error: HermesPoolError, hand_overs: l
     took_s = call.ended_at - call.began_at
     tools = [tool for each in hand_overs for tool in each.tools]
     died = any(each.died for each in hand_overs)
+    waited_too_long = isinstance(error, PoolPausedError | PoolFullError) and took_s >= WAIT_TIMEOUT_S - 0.001
+    if call.must_be_refused and not isinstance(error, PoolClosedError) and not waited_too_long:
+        return "it stood in line when the pool was closed"
+    if hand_overs and isinstance(error, PoolFullError | PoolPausedError):
+        return "its turn had begun, and keeps its slot"
+    if tools and not isinstance(error, TurnError):
+        return f"it had started {tools}"
     fine = True
     match error:
         case MessageQuarantinedError():
@@ -125,7 +150,7 @@ def _unjustified(world: World, call: Call, error: HermesPoolError, hand_overs: l
         case PoolDrainingError():
             fine = "drain" in happened
         case PoolClosedError():
-            fine = "close" in happened
+            fine = call.ended_at >= world.closed_at or known_faults.resumed_just_too_late(world, call)
         case PoolPausedError():
             fine = "pause" in happened
         case ConversationBusyError() if rules.busy == "reject":
@@ -155,6 +180,10 @@ def _unjustified(world: World, call: Call, error: HermesPoolError, hand_overs: l
                 return f"it had started {tools}"
             fine = any(not each.connection.alive for each in hand_overs)
         case TurnTimeoutError():
+            done_at = hand_overs[-1].done_at if hand_overs else None
+            reads = call.say.manner in ("sends", "streams", "only_replies")
+            if reads and done_at is not None and done_at < call.ended_at - OBEYS_S:
+                return "its worker had answered long before"
             fine = took_s >= min(PROGRESS_TIMEOUT_S, TURN_TIMEOUT_S)
         case TurnCancelledError():
             fine = call.touched

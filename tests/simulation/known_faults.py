@@ -7,7 +7,8 @@ only use; from then on the simulation insists. The history in each docstring is 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fakes import Call, FakeConnection, World
+    from fakes import FakeConnection
+    from world import Call, World
 
 ADMISSION_LOOKS_EVERY_S = 0.01
 
@@ -23,12 +24,14 @@ def cancel_of_a_turn_refused_in_line(call: "Call") -> bool:
     return not call.is_open and call.turn is not None and call.turn.outcome is None and call.turn_id is None
 
 
-def stop_meets_a_hibernation(worker: "FakeConnection") -> bool:
-    """``stop`` and ``close`` return while a hibernation is still stopping the worker, which lives on.
+def stop_meets_a_stop(worker: "FakeConnection") -> bool:
+    """``stop`` and ``close`` return while a hibernation, or another stop, is still stopping the worker, which lives on.
 
-    A ``close`` even cancels that stop halfway, so that a worker that does not obey ``Close`` is not signalled::
+    A ``close`` even cancels that stop halfway. A worker that does not obey ``Close`` is then never signalled, and the
+    caller of its turn waits for ever::
 
-        Say(2), Pass(2.5), OperatePool("close")         # 2.5 s: just when the sweep finds it idle
+        Say(2), Pass(3.0), OperatePool("close")         # just when the sweep finds it idle
+        Say(1, (("ask",),)), Pass(0.3), ToWorker(1, "freezes"), OperatePool("drain_now"), OperatePool("close")
     """
     return worker.is_being_stopped or worker.stop_was_cancelled
 
@@ -51,7 +54,7 @@ def recall_overtakes_a_save(world: "World", conversation: str) -> bool:
 
         Say(2), Pass(0.05), Say(2, (("dies",),)), Pass(0.05), SetStore("slow"), Pass(0.1), Say(2)
     """
-    return conversation in world.store.loaded_while_saved
+    return conversation in world.loaded_while_saved
 
 
 def refused_by_a_hibernation(world: "World", call: "Call") -> bool:
@@ -65,7 +68,7 @@ def refused_by_a_hibernation(world: "World", call: "Call") -> bool:
     leaves = any(
         each.wanted and each.ready and (each.died_at or call.began_at) >= call.began_at - 0.01 for each in ours
     )
-    stored_at = world.store.went_dormant_at.get(call.conversation, 0.0)
+    stored_at = world.went_dormant_at.get(call.conversation, 0.0)
     return world.rules.busy == "reject" and (leaves or stored_at >= call.began_at - 0.01)
 
 
@@ -73,6 +76,16 @@ def alarm_about_a_slot_that_is_about_to_be_freed(world: "World", conversation: s
     """The sweep logs ``slot_lost`` in the 10 ms in which the slot of a turn that crashed waits for its next look."""
     died_at = [each.died_at for each in world.connections if each.conversation == conversation]
     return any(at is not None and at >= world.now() - 2 * ADMISSION_LOOKS_EVERY_S for at in died_at)
+
+
+def resumed_just_too_late(world: "World", call: "Call") -> bool:
+    """A message that a paused pool holds is told ``the pool is closed`` if its wait ends just as the pool is resumed.
+
+    ::
+
+        OperatePool("pause"), Pass(0.01), Say(1), Pass(3.0), OperatePool("resume")
+    """
+    return "pause" in world.happened and any(abs(at - (call.ended_at or 0.0)) <= 0.001 for at in world.resumed_at)
 
 
 def twin_of_a_killer_was_in_line(world: "World", call: "Call") -> bool:

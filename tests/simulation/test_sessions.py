@@ -14,7 +14,7 @@ from typing import assert_never
 
 import pytest
 import virtual_time
-from fakes import IDLE_TIMEOUT_S, KEYS, Pool, World, outside_replaced, story_of
+from fakes import KEYS, Pool, outside_replaced, story_of
 from histories import (
     CONVERSATIONS,
     History,
@@ -35,12 +35,13 @@ from histories import (
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from judging import judge
+from world import IDLE_TIMEOUT_S, World, now
 
 from hermes_pool import Reply
 
 ALL_ANSWERED_S = 60.0
 """Beyond all limits of all callers in line together."""
-BACKGROUND_S = 4.0
+BACKGROUND_S = 3.5
 SOAK = int(os.environ.get("HERMES_POOL_HISTORIES", "300"))
 SEED = int(os.environ.get("HERMES_POOL_SEED", "0"))
 
@@ -51,7 +52,7 @@ SEED = int(os.environ.get("HERMES_POOL_SEED", "0"))
 def live(history: History) -> World:
     """Live it, put all in order, and fail with its whole story if anything was wrong."""
     random.seed(0)  # of it, breakers make their jitter
-    world = virtual_time.run(_live(history))
+    world: World = virtual_time.run(_live(history))
     if world.complaints:
         pytest.fail(story_of(world, history), pytrace=False)
     return world
@@ -73,13 +74,13 @@ async def _live(history: History) -> World:
         await _until_rest()
         for call in world.calls:
             judge(world, call)
-        left = asyncio.all_tasks() - {asyncio.current_task()}
+        left = asyncio.all_tasks() - {asyncio.current_task()} - {call.task for call in world.calls}
         world.check(not left, f"tasks are left: {left}")
     return world
 
 
 async def _until_rest() -> None:
-    for _ in range(20):
+    for _ in range(10):
         await asyncio.sleep(0)
 
 
@@ -104,7 +105,7 @@ async def _take(step: Step, pool: Pool, world: World) -> None:
         case OperatePool():
             _operate(step, pool, world)
         case SetStore(mode):
-            world.store.mode = mode
+            world.store_mode, world.changed_at = mode, now()
             world.happened.add(mode)
         case _:
             assert_never(step)
@@ -136,7 +137,7 @@ def _operate(step: OperatePool, pool: Pool, world: World) -> None:
         case "resume":
             pool.resume()
         case "drain":
-            pool.drain(1.0)
+            pool.drain(0.3)
         case "drain_now":
             pool.drain(0.0)
         case "reset":
@@ -155,27 +156,37 @@ def _operate(step: OperatePool, pool: Pool, world: World) -> None:
 async def _put_in_order(pool: Pool, world: World) -> None:
     """Mend what was broken on purpose, and look whether all is as it was."""
     world.births.clear()
-    world.store.mode = "works"
     await _until_rest()  # what was begun by the last step
     if pool.condition != "closed":
         pool.resume()
     callers = [call.task for call in world.calls if call.task is not None]
     if callers:
         await asyncio.wait(callers, timeout=ALL_ANSWERED_S)
+    world.is_mended = True
+    world.changed_at = now()
+    world.store_mode = "works"  # not before: all get their answers, whatever the database is like
     await asyncio.sleep(BACKGROUND_S)
     pool.look()
     world.check(not pool.operators_at_work, "an operator waits for ever")
     if pool.condition == "closed":
         pool.check_nothing_lives()
         return
-    world.check(pool.workers == len(world.live), f"{pool.workers} slots are taken, and {world.live} live")
+    live = [each for each in world.connections if each.process is not None and each.death is None]
+    world.check(pool.workers == len(live), f"{pool.workers} slots are taken, and {live} live")
+    for number, key in enumerate(KEYS):
+        jobs = sum(len(each.jobs) for each in live if each.conversation == key.conversation_id)
+        world.check(pool.jobs(number) == jobs, f"{key} is said to have {pool.jobs(number)} jobs, and has {jobs}")
+        _check_books(pool, world, number, key.conversation_id)
     if world.complaints:
         return
-    for number, key in enumerate(KEYS):
-        _check_books(pool, world, number, key.conversation_id)
-    await asyncio.sleep(2 * IDLE_TIMEOUT_S + BACKGROUND_S)
+    await asyncio.sleep(IDLE_TIMEOUT_S + BACKGROUND_S)
     world.check(not world.live, f"{world.live} idle for ever")
     world.check(not pool.workers, f"{pool.workers} slots are taken, and no worker lives")
+    await _ask_all(pool, world)
+
+
+async def _ask_all(pool: Pool, world: World) -> None:
+    """Every conversation answers its next message, once nothing holds it back any more."""
     pool.reset(None)
     for number in range(CONVERSATIONS):
         pool.reset(number)
@@ -194,6 +205,9 @@ def _check_books(pool: Pool, world: World, number: int, conversation: str) -> No
     counted = pool.failures(number)
     least, at_most = (min(most, each[conversation]) for each in (world.strikes_least, world.strikes_most))
     world.check(least <= counted <= at_most, f"{counted} deaths of {conversation} count, and not {least} to {at_most}")
+    killed, texts = pool.killers(number), {call.text for call in world.calls if call.conversation == conversation}
+    least, at_most = (sum(each[text] for text in texts) for each in (world.killed_least, world.killed_most))
+    world.check(least <= killed <= at_most, f"{killed} deaths count against messages, and not {least} to {at_most}")
     died, told = world.unwanted_deaths[conversation], pool.reported()[conversation]
     world.check(died == told, f"{told} deaths of {conversation} were reported, and {died} happened")
 
