@@ -246,7 +246,7 @@ async def test_frames_of_other_turns_attempts_and_conversations_reach_nobody(
         assert (reply.text, reply.session_id, reply.restarts) == ("waited", session_id, 0)
         assert [event.text for event in events] == ["a newer worker"]
         assert victim.outcome is None
-        assert (victim.tools_started, victim.questions_open) == ([], {})
+        assert (victim._turn.tools_started, victim._turn.questions_open) == ([], {})
         assert (await row_of(pool, "c")).session_id == session_id
         end = await victim.cancel()
         assert end is not None
