@@ -15,8 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import OpenPool, until
-from outside import complaints, gone, hermes_of, memory_growth, process_of, row_of
 
 from hermes_pool import HermesSessionManager
 from hermes_pool.errors import (
@@ -26,6 +24,8 @@ from hermes_pool.errors import (
     WorkerStartError,
 )
 from hermes_pool_worker import wire
+from tests.conftest import OpenPool, until
+from tests.crash.outside import complaints, gone, hermes_of, memory_growth, process_of, row_of
 
 Faulty = Callable[..., dict[str, Any]]
 

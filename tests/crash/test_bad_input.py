@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OpenPool, children, until
-from outside import gone, hermes_of, never, process_of, put_agent_state, raw_agent_state, row_of, sql
 
 from hermes_pool import manager
 from hermes_pool.errors import InvalidKeyError, MessageTooLargeError
+from tests.conftest import OpenPool, children, until
+from tests.crash.outside import gone, hermes_of, never, process_of, put_agent_state, raw_agent_state, row_of, sql
 
 Faulty = Callable[..., dict[str, Any]]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OpenPool, until
-from outside import hermes_of, process_of, row_of
 
 from hermes_pool.errors import AgentFailedError
 from hermes_pool_worker import wire
+from tests.conftest import OpenPool, until
+from tests.crash.outside import hermes_of, process_of, row_of
 
 Faulty = Callable[..., dict[str, Any]]
 

@@ -19,9 +19,6 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import FAULTY, Obedient, OpenPool, Pool, until
-from outside import complaints, gone, hermes_of, lines, never, process_of, row_of
-from test_kill_points import UNBOUNDED
 
 from hermes_pool.control import client, messages
 from hermes_pool.errors import (
@@ -33,6 +30,9 @@ from hermes_pool.errors import (
     WorkerStartError,
 )
 from hermes_pool_worker import wire
+from tests.conftest import FAULTY, Obedient, OpenPool, Pool, until
+from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
+from tests.crash.test_kill_points import UNBOUNDED
 
 Faulty = Callable[..., dict[str, Any]]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, until
-from outside import complaints, gone, gone_pid, hermes_of, lines, process_of, row_of
 
 from hermes_pool.errors import AgentFailedError, TurnInterruptedError, WorkerCrashedError
 from hermes_pool_worker import wire
+from tests.conftest import OpenPool, until
+from tests.crash.outside import complaints, gone, gone_pid, hermes_of, lines, process_of, row_of
 
 Faulty = Callable[..., dict[str, Any]]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, alive, children, descriptors, until
+
+from tests.conftest import OpenPool, alive, children, descriptors, until
 
 AGENTS = str(Path(__file__).parent.parent / "integration" / "agents")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])

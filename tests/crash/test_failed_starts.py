@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OpenPool, until
-from outside import complaints, gone, gone_pid, hermes_of, lines, longest_stall, process_of, row_of
 
 from hermes_pool.errors import (
     HermesPoolError,
@@ -23,6 +21,8 @@ from hermes_pool.errors import (
     WorkerStartTimeoutError,
     WorkerUnusableError,
 )
+from tests.conftest import OpenPool, until
+from tests.crash.outside import complaints, gone, gone_pid, hermes_of, lines, longest_stall, process_of, row_of
 
 Faulty = Callable[..., dict[str, Any]]
 Fault = Callable[[Faulty, Faulty, Path], dict[str, Any]]

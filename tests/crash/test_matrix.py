@@ -17,8 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import FAULTY, OpenPool, Pool, until
-from outside import complaints, gone, process_of, row_of
 
 from hermes_pool.errors import (
     AgentFailedError,
@@ -34,6 +32,8 @@ from hermes_pool.errors import (
 )
 from hermes_pool.lifecycle import Event, State, after
 from hermes_pool_worker import wire
+from tests.conftest import FAULTY, OpenPool, Pool, until
+from tests.crash.outside import complaints, gone, process_of, row_of
 
 Faulty = Callable[..., dict[str, Any]]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import FAULTY, OpenPool, alive, until
-from outside import gone, process_of, row_of
 
 from hermes_pool.process import lifeline
+from tests.conftest import FAULTY, OpenPool, alive, until
+from tests.crash.outside import gone, process_of, row_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the nets of other systems are weaker")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, until
-from outside import complaints, gone, memory_growth, process_of, row_of
 
 from hermes_pool.errors import TurnCancelledError, WorkerCrashedError
+from tests.conftest import OpenPool, until
+from tests.crash.outside import complaints, gone, memory_growth, process_of, row_of
 
 Faulty = Callable[..., dict[str, Any]]
 

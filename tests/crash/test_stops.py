@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OpenPool, until
-from outside import complaints, gone, hermes_of, lines, never, process_of, row_of
 
 from hermes_pool.errors import TurnCancelledError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
+from tests.conftest import OpenPool, until
+from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
 
 Faulty = Callable[..., dict[str, Any]]
 

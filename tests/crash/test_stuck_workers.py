@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import OpenPool, alive, until
-from outside import process_of, row_of
 
 from hermes_pool.errors import TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
+from tests.conftest import OpenPool, alive, until
+from tests.crash.outside import process_of, row_of
 
 Faulty = Callable[..., dict[str, Any]]
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAULTY, OpenPool, until
-from outside import complaints, gone, lines, memory_growth, process_of, row_of
 
 import hermes_pool_worker
 from hermes_pool.errors import AgentFailedError, WorkerCrashedError, WorkerStartError, WorkerUnusableError
 from hermes_pool_worker import wire
+from tests.conftest import FAULTY, OpenPool, until
+from tests.crash.outside import complaints, gone, lines, memory_growth, process_of, row_of
 
 Faulty = Callable[..., dict[str, Any]]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Obedient, OpenPool, alive, until
 
 from hermes_pool import (
     AgentFailedError,
@@ -24,6 +23,7 @@ from hermes_pool import (
     WorkerCrashedError,
 )
 from hermes_pool_worker import wire
+from tests.conftest import Obedient, OpenPool, alive, until
 
 
 async def the_pid(pool: HermesSessionManager, conversation_id: str) -> int:

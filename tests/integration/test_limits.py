@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import Obedient, OpenPool, until
 
 from hermes_pool import (
     Drained,
@@ -19,6 +18,7 @@ from hermes_pool import (
     TurnCancelledError,
     WorkerCrashedError,
 )
+from tests.conftest import Obedient, OpenPool, until
 
 
 async def begin(pool: HermesSessionManager, obedient: Obedient, *conversations: str) -> list["asyncio.Task[Any]"]:

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from conftest import until
-from databases import Database, database, postgres_server, postgres_url  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy.dialects.postgresql import JSONB
@@ -27,6 +25,8 @@ from sqlmodel import Field, SQLModel
 from hermes_pool.errors import StateNotWritableError, StoreError
 from hermes_pool.settings import SessionKey
 from hermes_pool.storage.store import ConversationStore, SessionRecord
+from tests.conftest import until
+from tests.integration.databases import Database, database, postgres_server, postgres_url  # noqa: F401 - fixtures
 
 KEY = SessionKey("c1")
 RECORD = SessionRecord(

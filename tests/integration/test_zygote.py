@@ -8,10 +8,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, alive, until
 
 from hermes_pool import HermesSessionManager, WorkerCrashedError
 from hermes_pool.system import processes
+from tests.conftest import OpenPool, alive, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 

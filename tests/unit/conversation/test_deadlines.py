@@ -1,10 +1,10 @@
 import asyncio
 
 import pytest
-import virtual_time
 
 from hermes_pool import PoolSettings, Turn
 from hermes_pool.conversation.deadlines import TurnDeadlines
+from tests import virtual_time
 
 SETTINGS = PoolSettings(turn_timeout_s=1800, progress_timeout_s=600)
 

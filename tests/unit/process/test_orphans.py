@@ -9,12 +9,12 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import alive
 
 from hermes_pool.process import orphans
 from hermes_pool.process.orphans import Orphans, Owner, end_session
 from hermes_pool.system import processes
 from hermes_pool.system.processes import IdentityCheck
+from tests.conftest import alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes show their environment on Linux")
 

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 import structlog
-import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from hermes_pool.lifecycle import ALIVE, State
 from hermes_pool.scheduling.admission import Admission, Idle, Waiter, gain
 from hermes_pool.scheduling.fair_queue import FairQueue
 from hermes_pool.scheduling.pool_state import MAY_BECOME, Drained, PoolState
+from tests import virtual_time
 
 MB = 1024 * 1024
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import structlog
-from conftest import until
 
 from hermes_pool import PoolSettings
 from hermes_pool.lifecycle import State
@@ -14,6 +13,7 @@ from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, Pr
 from hermes_pool.scheduling import monitor
 from hermes_pool.scheduling.monitor import Monitor
 from hermes_pool.system.samples import Attention
+from tests.conftest import until
 
 MB = 1024 * 1024
 
