@@ -24,8 +24,8 @@ from hermes_pool.errors import (
     WorkerStartError,
 )
 from hermes_pool_worker import wire
-from tests.conftest import OpenPool, until
 from tests.crash.outside import complaints, gone, hermes_of, memory_growth, process_of, row_of
+from tests.support import OpenPool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

@@ -14,8 +14,8 @@ from hermes_pool import Drained, HermesSessionManager, SessionKey
 from hermes_pool.errors import PoolFullError
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
-from tests.conftest import OpenPool, until
 from tests.crash.outside import gone, hermes_of, never, process_of, row_of
+from tests.support import OpenPool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

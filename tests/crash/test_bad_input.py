@@ -12,8 +12,8 @@ import pytest
 
 from hermes_pool import manager
 from hermes_pool.errors import InvalidKeyError, MessageTooLargeError
-from tests.conftest import OpenPool, children, until
 from tests.crash.outside import gone, hermes_of, never, process_of, put_agent_state, raw_agent_state, row_of, sql
+from tests.support import OpenPool, children, until
 
 Faulty = Callable[..., dict[str, Any]]
 

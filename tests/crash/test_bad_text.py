@@ -9,8 +9,8 @@ import pytest
 
 from hermes_pool.errors import AgentFailedError
 from hermes_pool_worker import wire
-from tests.conftest import OpenPool, until
 from tests.crash.outside import hermes_of, process_of, row_of
+from tests.support import OpenPool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

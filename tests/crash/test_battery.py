@@ -23,8 +23,8 @@ import pytest
 from hermes_pool import HermesSessionManager
 from hermes_pool.errors import RestartBackoffError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
-from tests.conftest import FAULTY, OpenPool, until
 from tests.crash.outside import gone, lines, never, process_of, row_of
+from tests.support import FAULTY, OpenPool, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and the process table as Linux has them")
 

@@ -30,9 +30,9 @@ from hermes_pool.errors import (
     WorkerStartError,
 )
 from hermes_pool_worker import wire
-from tests.conftest import FAULTY, Obedient, OpenPool, Pool, until
 from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
 from tests.crash.test_kill_points import UNBOUNDED
+from tests.support import FAULTY, Obedient, OpenPool, Pool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

@@ -12,8 +12,8 @@ import pytest
 
 from hermes_pool.errors import AgentFailedError, TurnInterruptedError, WorkerCrashedError
 from hermes_pool_worker import wire
-from tests.conftest import OpenPool, until
 from tests.crash.outside import complaints, gone, gone_pid, hermes_of, lines, process_of, row_of
+from tests.support import OpenPool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

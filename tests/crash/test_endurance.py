@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import OpenPool, alive, children, descriptors, until
+from tests.support import OpenPool, alive, children, descriptors, until
 
 AGENTS = str(Path(__file__).parent.parent / "integration" / "agents")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])

@@ -21,8 +21,8 @@ from hermes_pool.errors import (
     WorkerStartTimeoutError,
     WorkerUnusableError,
 )
-from tests.conftest import OpenPool, until
 from tests.crash.outside import complaints, gone, gone_pid, hermes_of, lines, longest_stall, process_of, row_of
+from tests.support import OpenPool, until
 
 Faulty = Callable[..., dict[str, Any]]
 Fault = Callable[[Faulty, Faulty, Path], dict[str, Any]]

@@ -26,8 +26,8 @@ from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerS
 from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
-from tests.conftest import OpenPool, Pool, until
 from tests.crash.outside import complaints, gone, hermes_of, lines, process_of, row_of
+from tests.support import OpenPool, Pool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

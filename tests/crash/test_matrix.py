@@ -32,8 +32,8 @@ from hermes_pool.errors import (
 )
 from hermes_pool.lifecycle import Event, State, after
 from hermes_pool_worker import wire
-from tests.conftest import FAULTY, OpenPool, Pool, until
 from tests.crash.outside import complaints, gone, process_of, row_of
+from tests.support import FAULTY, OpenPool, Pool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

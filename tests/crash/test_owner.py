@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from hermes_pool.process import lifeline
-from tests.conftest import FAULTY, OpenPool, alive, until
 from tests.crash.outside import gone, process_of, row_of
+from tests.support import FAULTY, OpenPool, alive, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the nets of other systems are weaker")
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from hermes_pool.errors import TurnCancelledError, WorkerCrashedError
-from tests.conftest import OpenPool, until
 from tests.crash.outside import complaints, gone, memory_growth, process_of, row_of
+from tests.support import OpenPool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

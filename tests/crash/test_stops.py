@@ -13,8 +13,8 @@ import pytest
 
 from hermes_pool.errors import TurnCancelledError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
-from tests.conftest import OpenPool, until
 from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
+from tests.support import OpenPool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

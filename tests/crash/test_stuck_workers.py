@@ -10,8 +10,8 @@ import pytest
 
 from hermes_pool.errors import TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
-from tests.conftest import OpenPool, alive, until
 from tests.crash.outside import process_of, row_of
+from tests.support import OpenPool, alive, until
 
 Faulty = Callable[..., dict[str, Any]]
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])

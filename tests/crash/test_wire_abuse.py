@@ -15,8 +15,8 @@ import pytest
 import hermes_pool_worker
 from hermes_pool.errors import AgentFailedError, WorkerCrashedError, WorkerStartError, WorkerUnusableError
 from hermes_pool_worker import wire
-from tests.conftest import FAULTY, OpenPool, until
 from tests.crash.outside import complaints, gone, lines, memory_growth, process_of, row_of
+from tests.support import FAULTY, OpenPool, until
 
 Faulty = Callable[..., dict[str, Any]]
 

@@ -23,7 +23,7 @@ from hermes_pool import (
     WorkerCrashedError,
 )
 from hermes_pool_worker import wire
-from tests.conftest import Obedient, OpenPool, alive, until
+from tests.support import Obedient, OpenPool, alive, until
 
 
 async def the_pid(pool: HermesSessionManager, conversation_id: str) -> int:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from hermes_pool.errors import WorkerCrashedError
-from tests.conftest import OpenPool, children
+from tests.support import OpenPool, children
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 SECRET = "sk-jarvis-0123456789"

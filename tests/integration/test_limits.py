@@ -18,7 +18,7 @@ from hermes_pool import (
     TurnCancelledError,
     WorkerCrashedError,
 )
-from tests.conftest import Obedient, OpenPool, until
+from tests.support import Obedient, OpenPool, until
 
 
 async def begin(pool: HermesSessionManager, obedient: Obedient, *conversations: str) -> list["asyncio.Task[Any]"]:

@@ -34,7 +34,7 @@ from hermes_pool.cli import app
 from hermes_pool.process import connection
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.system.processes import MARKER_VARIABLE
-from tests.conftest import Obedient, OpenPool, alive, until
+from tests.support import Obedient, OpenPool, alive, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 REFUSAL_S = 0.005

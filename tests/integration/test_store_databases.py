@@ -25,8 +25,8 @@ from sqlmodel import Field, SQLModel
 from hermes_pool.errors import StateNotWritableError, StoreError
 from hermes_pool.settings import SessionKey
 from hermes_pool.storage.store import ConversationStore, SessionRecord
-from tests.conftest import until
 from tests.integration.databases import Database, database, postgres_server, postgres_url  # noqa: F401 - fixtures
+from tests.support import until
 
 KEY = SessionKey("c1")
 RECORD = SessionRecord(

@@ -11,7 +11,7 @@ import pytest
 
 from hermes_pool import HermesSessionManager, WorkerCrashedError
 from hermes_pool.system import processes
-from tests.conftest import OpenPool, alive, until
+from tests.support import OpenPool, alive, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 

@@ -14,7 +14,7 @@ from hermes_pool.process import orphans
 from hermes_pool.process.orphans import Orphans, Owner, end_session
 from hermes_pool.system import processes
 from hermes_pool.system.processes import IdentityCheck
-from tests.conftest import alive
+from tests.support import alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes show their environment on Linux")
 

@@ -13,7 +13,7 @@ from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, Pr
 from hermes_pool.scheduling import monitor
 from hermes_pool.scheduling.monitor import Monitor
 from hermes_pool.system.samples import Attention
-from tests.conftest import until
+from tests.support import until
 
 MB = 1024 * 1024
 
