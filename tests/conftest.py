@@ -1,4 +1,4 @@
-"""Fixtures that tests share: pools, which are closed and then looked for in the operating system, and agents for them."""
+"""Fixtures that tests share: pools, closed and then looked for in the operating system, and agents for them."""
 
 import asyncio
 import stat

@@ -112,21 +112,21 @@ def named(paths: list[Path]) -> dict[str, object]:
     return {"argvalues": paths, "ids": ["/".join(path.parts[-2:]) for path in paths]}
 
 
-def test_every_room_imports_from_those_that_it_names_and_no_other():
+def test_every_room_imports_from_those_that_it_names_and_no_other() -> None:
     found: dict[str, set[str]] = {room_of(file): set() for file in sources(SUPERVISOR)}
     for file in sources(SUPERVISOR):
         found[room_of(file)] |= neighbours(file)
     assert found == MAY_IMPORT
 
 
-def test_imports_between_the_rooms_point_down():
+def test_imports_between_the_rooms_point_down() -> None:
     below: set[str] = set()
     for room, imported in MAY_IMPORT.items():
         assert imported <= below, f"{room} imports from a room above it"
         below.add(room)
 
 
-def test_the_modules_do_not_import_each_other_in_a_circle():
+def test_the_modules_do_not_import_each_other_in_a_circle() -> None:
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sources(SUPERVISOR)}
     above = {
         module: {other for other in modules if any(f"{name}.".startswith(f"{other}.") for name in imports(file))}
@@ -139,12 +139,12 @@ def test_the_modules_do_not_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
-def test_each_library_is_known_in_one_place(file):
+def test_each_library_is_known_in_one_place(file: Path) -> None:
     assert third_party(file) <= THIRD_PARTY.get(room_of(file), set())
 
 
 @pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
-def test_the_supervisor_knows_of_the_worker_its_wire_and_its_place_only(file):
+def test_the_supervisor_knows_of_the_worker_its_wire_and_its_place_only(file: Path) -> None:
     taken = {name.split(".")[1] for name in imports(file) if name.startswith("hermes_pool_worker.")}
     bare = "hermes_pool_worker" in set(imports(file))
     assert taken <= {"wire"}
@@ -152,23 +152,23 @@ def test_the_supervisor_knows_of_the_worker_its_wire_and_its_place_only(file):
 
 
 @pytest.mark.parametrize("file", **named(sources(WORKER)))
-def test_the_worker_knows_nothing_of_the_supervisor(file):
+def test_the_worker_knows_nothing_of_the_supervisor(file: Path) -> None:
     assert "hermes_pool" not in tops(file)
 
 
 @pytest.mark.parametrize("file", **named(sources(WORKER)))
-def test_the_worker_needs_msgspec_only_and_hermes_in_its_adapter(file):
+def test_the_worker_needs_msgspec_only_and_hermes_in_its_adapter(file: Path) -> None:
     allowed = {"msgspec"}
     if file.stem.startswith("hermes"):
         allowed |= HERMES | {"certifi"}
     assert third_party(file) <= allowed
 
 
-def test_the_worker_package_itself_imports_nothing():
+def test_the_worker_package_itself_imports_nothing() -> None:
     assert list(imports(WORKER / "__init__.py")) == []
 
 
-def test_the_worker_program_finds_its_package_with_the_standard_library_alone():
+def test_the_worker_program_finds_its_package_with_the_standard_library_alone() -> None:
     tree = ast.parse((WORKER / "__main__.py").read_text(encoding="utf-8"))
     first = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     found = {alias.name for node in first for alias in node.names}
@@ -176,7 +176,7 @@ def test_the_worker_program_finds_its_package_with_the_standard_library_alone():
 
 
 @pytest.mark.parametrize("file", **named(sources(SUPERVISOR) + sources(WORKER)))
-def test_what_is_never_used(file):
+def test_what_is_never_used(file: Path) -> None:
     # pickle runs what it reads, as marshal and shelve do; multiprocessing forks the host, with its locks and threads.
     assert not tops(file) & {"pickle", "marshal", "shelve", "multiprocessing"}
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -193,7 +193,7 @@ def test_what_is_never_used(file):
 
 
 @pytest.mark.parametrize("name", hermes_pool.__all__)
-def test_every_public_name_exists_and_is_documented(name):
+def test_every_public_name_exists_and_is_documented(name: str) -> None:
     thing = getattr(hermes_pool, name)
     assert inspect.getdoc(thing)
     if is_dataclass(thing):
@@ -203,19 +203,19 @@ def test_every_public_name_exists_and_is_documented(name):
         assert member.__name__.startswith("_") or member.__doc__, f"{name}.{member.__name__} is not documented"
 
 
-def test_public_names_are_sorted_and_once():
+def test_public_names_are_sorted_and_once() -> None:
     assert hermes_pool.__all__ == sorted(set(hermes_pool.__all__))
 
 
 # --- the table of states ----------------------------------------------------------------------------------------------
 
 
-def test_every_state_has_a_row_and_every_event_a_use():
+def test_every_state_has_a_row_and_every_event_a_use() -> None:
     assert set(TRANSITIONS) == set(State)
     assert {event for row in TRANSITIONS.values() for event in row} == set(Event)
 
 
-def test_every_state_can_be_reached_and_left_for_a_new_start():
+def test_every_state_can_be_reached_and_left_for_a_new_start() -> None:
     def reachable(state: State) -> set[State]:
         found, new = set(), {state}
         while new:
@@ -228,7 +228,7 @@ def test_every_state_can_be_reached_and_left_for_a_new_start():
         assert State.STARTING in reachable(state), f"{state} is a dead end"
 
 
-def test_only_an_exit_that_was_seen_leads_to_a_state_without_a_process():
+def test_only_an_exit_that_was_seen_leads_to_a_state_without_a_process() -> None:
     for state in ALIVE:
         for event, after in TRANSITIONS[state].items():
             if after not in ALIVE:
@@ -246,12 +246,12 @@ def readme() -> str:
     return text
 
 
-def test_the_readme_names_every_state_and_event(readme):
+def test_the_readme_names_every_state_and_event(readme: str) -> None:
     words = set(re.findall(r"\w+", readme.lower()))
     assert {str(name) for name in (*State, *Event)} <= words
 
 
-def test_the_readme_names_every_setting(readme):
+def test_the_readme_names_every_setting(readme: str) -> None:
     in_tables = "\n".join(line for line in readme.splitlines() if line.lstrip().startswith("|"))
     missing = [each.name for each in fields(PoolSettings) if f"`{each.name}`" not in in_tables]
     assert not missing
@@ -261,12 +261,12 @@ def pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_the_changelog_knows_this_version():
+def test_the_changelog_knows_this_version() -> None:
     version = pyproject()["project"]["version"]
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_every_direct_dependency_is_pinned_within_its_range():
+def test_every_direct_dependency_is_pinned_within_its_range() -> None:
     project = pyproject()["project"]
     wanted = [
         *project["dependencies"],
@@ -286,7 +286,7 @@ def test_every_direct_dependency_is_pinned_within_its_range():
             assert requirement.specifier.contains(specifier.version)
 
 
-def test_what_both_sides_say_is_the_same_though_they_share_no_module():
+def test_what_both_sides_say_is_the_same_though_they_share_no_module() -> None:
     from hermes_pool.process import connection, environment, spawn
     from hermes_pool.system import processes
     from hermes_pool_worker import __main__ as program

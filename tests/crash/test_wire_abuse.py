@@ -16,7 +16,7 @@ import hermes_pool_worker
 from hermes_pool.errors import AgentFailedError, WorkerCrashedError, WorkerStartError, WorkerUnusableError
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, lines, memory_growth, process_of, row_of
-from tests.support import FAULTY, OpenPool, until
+from tests.support import FAULTY, OpenPool, known, until
 
 Faulty = Callable[..., dict[str, Any]]
 
@@ -77,7 +77,7 @@ def test_a_ping_is_answered_while_tools_run_that_inherit_the_standard_descriptor
         assert worker.stdout is not None
 
         def write(*frames: wire.Message) -> None:
-            worker.stdin.write(b"".join(wire.encode(frame) for frame in frames))
+            known(worker.stdin).write(b"".join(wire.encode(frame) for frame in frames))
 
         write(wire.Open("c"), wire.Turn("t-1", 1, "run them"))
         while not any(isinstance(frame, wire.Status) for frame in received):

@@ -2,6 +2,7 @@ import os
 import signal
 
 from hermes_pool_worker import serve, wire, zygote
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 
@@ -23,7 +24,7 @@ for owner, name in ((serve.FrameSender, "send"), (serve.FrameSender, "send_piece
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         if text == "use a tool":
             turn.tool_started("call-1", "hammer", "nail")
             print(turn.turn_id, turn.attempt, file=open("effects", "a"))  # noqa: SIM115 - closed with its last use

@@ -2,12 +2,12 @@ import os
 import threading
 from pathlib import Path
 
-from hermes_pool_worker.agent import Outcome
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         if not text.startswith("flood"):
             return super().turn(text, turn)
         word, where, times = text.split("/")

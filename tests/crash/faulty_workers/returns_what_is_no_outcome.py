@@ -1,4 +1,4 @@
-from hermes_pool_worker.agent import Outcome
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 WRONG = {
@@ -11,7 +11,7 @@ WRONG = {
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         if text == "a number as delta":
             turn.text(7)
         return WRONG[text] if text in WRONG else super().turn(text, turn)

@@ -101,7 +101,7 @@ def test_jobs_are_counted_in_the_state_and_are_no_trouble(health: str, colour: s
 
 
 @pytest.mark.parametrize(("last_error", "told"), [(None, ""), ("it failed", "; it failed")])
-def test_quarantined_messages_are_told_before_the_last_error(last_error, told) -> None:
+def test_quarantined_messages_are_told_before_the_last_error(last_error: str | None, told: str) -> None:
     row = SessionSnapshot(conversation_id="c", state="idle", quarantined=("0a1b", "2c3d"), last_error=last_error)
     assert render._cells(row)[-1] == f"quarantined: 0a1b, 2c3d{told}"
 
@@ -116,7 +116,9 @@ def test_quarantined_messages_are_told_before_the_last_error(last_error, told) -
         (("half_open", 5.0, "no python"), "; starts have failed and are tried again: no python"),
     ],
 )
-def test_the_head_line_tells_of_starts_only_where_they_fail(starts, told) -> None:
+def test_the_head_line_tells_of_starts_only_where_they_fail(
+    starts: tuple[str, float | None, str | None] | None, told: str
+) -> None:
     if starts is not None:
         state, retry_after_s, error = starts
         starts = BreakerSnapshot(state=state, failures=3, failures_max=3, retry_after_s=retry_after_s, last_error=error)
@@ -224,14 +226,14 @@ def test_the_table_of_deaths_fits_the_terminal(width: int) -> None:
         (1e9, "11574d"),
     ],
 )
-def test_durations(seconds, text) -> None:
+def test_durations(seconds: float | None, text: str) -> None:
     assert render.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(None, "-"), (0, "0B"), (999, "999B"), (10_240, "10K"), (5 << 20, "5.0M"), (1 << 50, "1024T")]
 )
-def test_sizes(count, text) -> None:
+def test_sizes(count: int | None, text: str) -> None:
     assert render.size(count) == text
 
 
@@ -242,7 +244,7 @@ def test_every_duration_and_size_is_short() -> None:
 
 @pytest.mark.parametrize("text", ["conversation-0123456789", "会話" * 20, "é" * 50, "ab"])
 @pytest.mark.parametrize("cells", [3, 6, 7, 20])
-def test_shortened_ids_fit_and_keep_both_ends(text, cells) -> None:
+def test_shortened_ids_fit_and_keep_both_ends(text: str, cells: int) -> None:
     short = render.shortened(text, cells)
     assert cell_len(short) <= cells
     if cells >= 6:
@@ -279,7 +281,7 @@ def test_settings_come_from_variables_by_the_type_of_the_field(tmp_path: Path) -
     [("WORKERS_MAX", "many"), ("WORKERS_MAX", "0"), ("IDLE_TIMEOUT_S", "nan"), ("AGENT_OPTIONS", "[1]"),
      ("AGENT_OPTIONS", "{"), ("BUSY", "maybe"), ("AGENT", "nobody"), ("WORKER_ENV", '{"a=b": "c"}')],
 )  # fmt: skip
-def test_a_variable_that_makes_no_sense_is_named(name, text) -> None:
+def test_a_variable_that_makes_no_sense_is_named(name: str, text: str) -> None:
     with pytest.raises(SettingsError, match=f"HERMES_POOL_{name}"):
         app.settings_from({f"HERMES_POOL_{name}": text})
 
@@ -308,5 +310,5 @@ def test_a_database_that_is_not_there_is_nothing_stored(tmp_path: Path) -> None:
     [("2", False, "deny"), ("ONCE", False, "once"), ("3", False, None), ("", False, None), ("maybe", True, "maybe"),
      ("", True, None), ("\u00b2", False, None)],
 )  # fmt: skip
-def test_a_choice_is_made_by_number_or_word(line, free, chosen) -> None:
+def test_a_choice_is_made_by_number_or_word(line: str, free: bool, chosen: str | None) -> None:
     assert chat.chosen(line, ["once", "deny"], free=free) == chosen

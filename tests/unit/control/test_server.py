@@ -25,6 +25,7 @@ from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import StoreError
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool_worker import wire
+from tests.support import known
 
 DEATH = DeathReport(
     report_id="3f2a91cd", conversation_id="c-1", at="2026-01-02T03:04:05.678+00:00", pid=4711, incarnation=2,
@@ -111,7 +112,7 @@ class Hosts:
         for process in self.processes:
             process.kill()
             process.wait(10)
-            process.stdout.close()
+            known(process.stdout).close()
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def hosts() -> Iterator[Hosts]:
 # --- asking -----------------------------------------------------------------------------------------------------------
 
 
-async def test_requests_and_their_responses(server, tmp_path) -> None:
+async def test_requests_and_their_responses(server: ControlServer, tmp_path: Path) -> None:
     (told,) = await ask(tmp_path, Ps())
     assert told == Answer(os.getpid(), PsReply([SESSION], os.getpid(), "1.2.3", "2026-01-02T03:04:05+00:00"))
     assert [a.response for a in await ask(tmp_path, Stop("a", "b"))] == [Done("a b")]
@@ -150,25 +151,27 @@ def test_a_supervisor_that_is_older_than_the_latest_fields_is_understood() -> No
     assert reply.pool.starts is None
 
 
-async def test_a_bug_in_the_handler_is_told(server, tmp_path, caplog) -> None:
+async def test_a_bug_in_the_handler_is_told(
+    server: ControlServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (told,) = await ask(tmp_path, Stop("broken"))
     assert "ZeroDivisionError" in told.response.text
     assert "control request failed" in caplog.text
 
 
-async def test_nobody_runs_and_nothing_is_made(tmp_path) -> None:
+async def test_nobody_runs_and_nothing_is_made(tmp_path: Path) -> None:
     assert client.query(tmp_path / "none", Ps()) == []
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_handler_that_takes_too_long_is_not_waited_for(server, tmp_path) -> None:
+async def test_a_handler_that_takes_too_long_is_not_waited_for(server: ControlServer, tmp_path: Path) -> None:
     before = time.monotonic()
     (told,) = await ask(tmp_path, Stop("late"), 0.2)
     assert told.problem == "does not answer"
     assert time.monotonic() - before < 2
 
 
-async def test_closing_hangs_up_and_leaves_nothing(tmp_path, caplog) -> None:
+async def test_closing_hangs_up_and_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = ControlServer(tmp_path, answer)
     where = await server.start()
     assert await server.start() == where
@@ -182,7 +185,7 @@ async def test_closing_hangs_up_and_leaves_nothing(tmp_path, caplog) -> None:
     assert not where.exists()
 
 
-async def test_two_servers_of_one_process_are_two_supervisors(server, tmp_path) -> None:
+async def test_two_servers_of_one_process_are_two_supervisors(server: ControlServer, tmp_path: Path) -> None:
     other = ControlServer(tmp_path, answer)
     await other.start()
     assert len(await ask(tmp_path, Ps())) == 2
@@ -190,7 +193,9 @@ async def test_two_servers_of_one_process_are_two_supervisors(server, tmp_path) 
     assert len(await ask(tmp_path, Ps())) == 1
 
 
-async def test_where_there_are_no_unix_sockets_nothing_starts_and_nothing_is_found(tmp_path, monkeypatch) -> None:
+async def test_where_there_are_no_unix_sockets_nothing_starts_and_nothing_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(socket, "AF_UNIX")
     server = ControlServer(tmp_path, answer)
     assert await server.start() is None
@@ -202,18 +207,18 @@ async def test_where_there_are_no_unix_sockets_nothing_starts_and_nothing_is_fou
 # --- other processes --------------------------------------------------------------------------------------------------
 
 
-def test_supervisors_of_one_state_dir_are_all_asked(hosts, tmp_path) -> None:
+def test_supervisors_of_one_state_dir_are_all_asked(hosts: Hosts, tmp_path: Path) -> None:
     processes = [hosts.start(tmp_path), hosts.start(tmp_path)]
-    assert all(process.stdout.readline() for process in processes)
+    assert all(known(process.stdout).readline() for process in processes)
     answers = client.query(tmp_path, Ps(), 5)
     assert [a.supervisor_pid for a in answers] == sorted(process.pid for process in processes)
     assert all(a.response.supervisor_pid == a.supervisor_pid for a in answers)
 
 
-def test_a_frozen_supervisor_costs_its_time_and_no_more(hosts, tmp_path) -> None:
+def test_a_frozen_supervisor_costs_its_time_and_no_more(hosts: Hosts, tmp_path: Path) -> None:
     frozen, fine = hosts.start(tmp_path), hosts.start(tmp_path)
-    assert frozen.stdout.readline()
-    assert fine.stdout.readline()
+    assert known(frozen.stdout).readline()
+    assert known(fine.stdout).readline()
     os.kill(frozen.pid, signal.SIGSTOP)
     before = time.monotonic()
     answers = {a.supervisor_pid: a for a in client.query(tmp_path, Ps(), 1)}
@@ -234,9 +239,9 @@ def test_a_frozen_supervisor_costs_its_time_and_no_more(hosts, tmp_path) -> None
         assert answers[frozen.pid].problem == "does not answer"
 
 
-def test_what_a_killed_supervisor_left_is_removed(hosts, tmp_path) -> None:
+def test_what_a_killed_supervisor_left_is_removed(hosts: Hosts, tmp_path: Path) -> None:
     process = hosts.start(tmp_path)
-    left = Path(process.stdout.readline().strip())
+    left = Path(known(process.stdout).readline().strip())
     process.kill()
     process.wait(10)
     assert left.exists()
@@ -244,7 +249,7 @@ def test_what_a_killed_supervisor_left_is_removed(hosts, tmp_path) -> None:
     assert list((tmp_path / "control").iterdir()) == []
 
 
-def test_a_stale_pointer_deletes_no_file_that_is_no_socket(tmp_path) -> None:
+def test_a_stale_pointer_deletes_no_file_that_is_no_socket(tmp_path: Path) -> None:
     folder = tmp_path / "control"
     folder.mkdir(mode=0o700)
     precious = tmp_path / "precious"
@@ -306,7 +311,7 @@ def test_nobody_else_may_connect_at_any_moment_whatever_the_umask() -> None:
 
 
 @pytest.mark.parametrize("name", ["d" * 90, "d" * 107, "d" * 108, "d" * 200, "dé" * 60, "深い" * 30, "a b\tc\nd"])
-async def test_any_state_dir_will_do(tmp_path, name, monkeypatch) -> None:
+async def test_any_state_dir_will_do(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state_dir = tmp_path / name
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     server = ControlServer(state_dir, answer)
@@ -324,7 +329,7 @@ async def test_any_state_dir_will_do(tmp_path, name, monkeypatch) -> None:
     assert not where.exists()
 
 
-async def test_a_folder_that_is_a_link_is_refused(tmp_path) -> None:
+async def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "control").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ControlError, match="link"):
@@ -334,14 +339,14 @@ async def test_a_folder_that_is_a_link_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a folder away")
-async def test_a_folder_of_somebody_else_is_refused(tmp_path) -> None:
+async def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "control").mkdir(mode=0o700)
     os.chown(tmp_path / "control", 12345, -1)
     with pytest.raises(ControlError, match="another user"):
         await ControlServer(tmp_path, answer).start()
 
 
-async def test_a_folder_of_ours_that_is_open_to_others_is_closed(tmp_path) -> None:
+async def test_a_folder_of_ours_that_is_open_to_others_is_closed(tmp_path: Path) -> None:
     (tmp_path / "control").mkdir()
     (tmp_path / "control").chmod(0o777)
     server = ControlServer(tmp_path, answer)
@@ -350,14 +355,16 @@ async def test_a_folder_of_ours_that_is_open_to_others_is_closed(tmp_path) -> No
     await server.close()
 
 
-async def test_a_state_dir_that_cannot_be_made_is_told(tmp_path) -> None:
+async def test_a_state_dir_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ControlError, match="cannot be made"):
         await ControlServer(tmp_path / "file" / "below", answer).start()
     assert client.query(tmp_path / "file" / "below", Ps()) == []
 
 
-async def test_another_user_is_not_listened_to(server, tmp_path, monkeypatch) -> None:
+async def test_another_user_is_not_listened_to(
+    server: ControlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     peer, ours = socket.socketpair(socket.AF_UNIX)
     with peer, ours:
@@ -379,20 +386,20 @@ async def test_another_user_is_not_listened_to(server, tmp_path, monkeypatch) ->
         wire.encode({"type": "Stop", "conversation_id": "x" * 70_000}),
     ],
 )
-async def test_what_is_no_request_gets_an_explanation(server, tmp_path, data) -> None:
+async def test_what_is_no_request_gets_an_explanation(server: ControlServer, tmp_path: Path, data: bytes) -> None:
     reader, writer = await asyncio.open_unix_connection(address(tmp_path))
     with contextlib.suppress(OSError):
         writer.write(data)
         await writer.drain()
     with contextlib.suppress(ConnectionError):
-        decoder = wire.FrameDecoder(messages.Response)
+        decoder: wire.FrameDecoder[messages.Response] = wire.FrameDecoder(messages.Response)
         (told,) = decoder.feed(await reader.read(10_000))
         assert "does not understand" in told.text
     writer.close()
     assert [a.problem for a in await ask(tmp_path, Ps())] == [None]
 
 
-async def test_silent_clients_take_nobodys_place(server, tmp_path) -> None:
+async def test_silent_clients_take_nobodys_place(server: ControlServer, tmp_path: Path) -> None:
     silent = [await asyncio.open_unix_connection(address(tmp_path)) for _ in range(3 * server_module.CONNECTIONS_MAX)]
     for _, writer in silent[::2]:
         writer.write(b"\0\0")
@@ -404,7 +411,9 @@ async def test_silent_clients_take_nobodys_place(server, tmp_path) -> None:
         writer.close()
 
 
-async def test_a_client_that_dawdles_is_hung_up_on(server, tmp_path, monkeypatch) -> None:
+async def test_a_client_that_dawdles_is_hung_up_on(
+    server: ControlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module, "REQUEST_TIMEOUT_S", 0.05)
     reader, writer = await asyncio.open_unix_connection(address(tmp_path))
     writer.write(b"\0")
@@ -413,7 +422,7 @@ async def test_a_client_that_dawdles_is_hung_up_on(server, tmp_path, monkeypatch
     writer.close()
 
 
-async def test_a_client_that_never_reads_holds_up_nobody(tmp_path, monkeypatch) -> None:
+async def test_a_client_that_never_reads_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def much(_request: messages.Request) -> messages.Response:
         return Done("x" * 5_000_000)
 
@@ -429,7 +438,7 @@ async def test_a_client_that_never_reads_holds_up_nobody(tmp_path, monkeypatch) 
     await server.close()
 
 
-async def test_clients_that_leave_at_once_harm_nobody(server, tmp_path) -> None:
+async def test_clients_that_leave_at_once_harm_nobody(server: ControlServer, tmp_path: Path) -> None:
     for cut in range(0, 8, 2):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(address(tmp_path))
@@ -439,9 +448,9 @@ async def test_clients_that_leave_at_once_harm_nobody(server, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\0\0", b"HTTP/1.1 200 OK\r\n\r\n", wire.encode({"type": "Unheard"})])
-def test_a_strange_supervisor_is_no_trouble(hosts, tmp_path, said) -> None:
+def test_a_strange_supervisor_is_no_trouble(hosts: Hosts, tmp_path: Path, said: bytes) -> None:
     real = hosts.start(tmp_path)
-    assert real.stdout.readline()
+    assert known(real.stdout).readline()
     where = Path(address(tmp_path))
     where.unlink()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -462,9 +471,9 @@ def test_a_strange_supervisor_is_no_trouble(hosts, tmp_path, said) -> None:
     assert "answer" in told.problem
 
 
-def test_a_supervisor_of_another_host_is_left_alone(hosts, tmp_path) -> None:
+def test_a_supervisor_of_another_host_is_left_alone(hosts: Hosts, tmp_path: Path) -> None:
     process = hosts.start(tmp_path)
-    assert process.stdout.readline()
+    assert known(process.stdout).readline()
     (pointer,) = (tmp_path / "control").glob("*.lock")
     where = Path(address(tmp_path))
     where.rename(where.with_name("away"))

@@ -8,7 +8,9 @@ MIB = 2**20
 LIMITS = MemoryLimits(memory_warn_bytes=100 * MIB, memory_recycle_bytes=200 * MIB, memory_kill_bytes=300 * MIB)
 
 
-def usage(worker: str = "w", mib: int | None = 10, *, rss: int | None = None, age_s: float = 1.0, idle: bool = True):
+def usage(
+    worker: str = "w", mib: int | None = 10, *, rss: int | None = None, age_s: float = 1.0, idle: bool = True
+) -> Usage[str]:
     return Usage(
         worker=worker,
         activity=Activity.IDLE if idle else Activity.IN_TURN,

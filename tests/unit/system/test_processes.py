@@ -12,6 +12,9 @@ import pytest
 
 from hermes_pool.system import processes
 from hermes_pool.system.processes import IdentityCheck
+from tests.support import known
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 SLEEPER = """
 import time
@@ -35,7 +38,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     for process in started:
         process.kill()
         process.wait(10)
-        process.stdout.close()
+        known(process.stdout).close()
 
 
 def created(pid: int) -> float:
@@ -49,9 +52,9 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_a_living_process_is_current_and_used_something(start) -> None:
+def test_a_living_process_is_current_and_used_something(start: Start) -> None:
     process = start(SLEEPER)
-    assert process.stdout.readline()
+    assert known(process.stdout).readline()
     at = created(process.pid)
     assert processes.identify(process.pid, at) is IdentityCheck.CURRENT
     look = processes.look(process.pid, at)
@@ -61,14 +64,14 @@ def test_a_living_process_is_current_and_used_something(start) -> None:
     assert look.descendants == 0
 
 
-def test_a_boot_time_that_jumps_by_a_second_replaces_nobody(start) -> None:
+def test_a_boot_time_that_jumps_by_a_second_replaces_nobody(start: Start) -> None:
     process = start(SLEEPER)
     at = created(process.pid)
     assert processes.identify(process.pid, at + 1.01) is IdentityCheck.CURRENT
     assert processes.identify(process.pid, at - 1.01) is IdentityCheck.CURRENT
 
 
-def test_another_create_time_is_another_process(start) -> None:
+def test_another_create_time_is_another_process(start: Start) -> None:
     process = start(SLEEPER)
     at = created(process.pid) - 100
     assert processes.identify(process.pid, at) is IdentityCheck.REPLACED
@@ -76,9 +79,9 @@ def test_another_create_time_is_another_process(start) -> None:
     assert processes.descendants(process.pid, at) == []
 
 
-def test_a_zombie_is_gone(start) -> None:
+def test_a_zombie_is_gone(start: Start) -> None:
     process = start(SLEEPER)
-    assert process.stdout.readline()
+    assert known(process.stdout).readline()
     at = created(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -93,7 +96,7 @@ def test_what_is_no_pid_is_gone(pid: int) -> None:
     assert processes.look(pid, 1.0).health == "dead"
 
 
-def test_a_vanished_process_is_gone(start) -> None:
+def test_a_vanished_process_is_gone(start: Start) -> None:
     process = start(SLEEPER)
     at = created(process.pid)
     process.kill()
@@ -101,9 +104,9 @@ def test_a_vanished_process_is_gone(start) -> None:
     assert processes.identify(process.pid, at) is IdentityCheck.GONE
 
 
-def test_a_stopped_process_is_frozen(start) -> None:
+def test_a_stopped_process_is_frozen(start: Start) -> None:
     process = start(SLEEPER)
-    assert process.stdout.readline()
+    assert known(process.stdout).readline()
     at = created(process.pid)
     os.kill(process.pid, signal.SIGSTOP)
     until(lambda: processes.look(process.pid, at).health == "frozen")
@@ -119,9 +122,9 @@ c.wait()
 """
 
 
-def test_one_pass_shows_whole_trees_in_order(start) -> None:
+def test_one_pass_shows_whole_trees_in_order(start: Start) -> None:
     tree, single = start(TREE), start(SLEEPER)
-    grandchild = int(tree.stdout.readline())
+    grandchild = int(known(tree.stdout).readline())
     until(lambda: psutil.Process(grandchild).memory_info().rss > 20_000_000)
     at = created(tree.pid)
     below = processes.descendants(tree.pid, at)
@@ -139,9 +142,9 @@ def test_nothing_looked_at_is_nothing_seen() -> None:
     assert processes.look_all([]) == []
 
 
-def test_looking_does_not_depend_on_who_may_be_read(start, monkeypatch) -> None:
+def test_looking_does_not_depend_on_who_may_be_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start(SLEEPER)
-    assert process.stdout.readline()
+    assert known(process.stdout).readline()
     at = created(process.pid)
 
     def denied(self: psutil.Process, *_: object) -> None:
@@ -181,10 +184,10 @@ lost.returncode = 0
 """
 
 
-def test_a_process_that_went_off_is_found_by_its_marker(start) -> None:
+def test_a_process_that_went_off_is_found_by_its_marker(start: Start) -> None:
     marker = f"test-{os.getpid()}-{time.monotonic_ns()}"
     parent = start(DAEMON, env=os.environ | {processes.MARKER_VARIABLE: marker})
-    lost = int(parent.stdout.readline())
+    lost = int(known(parent.stdout).readline())
     parent.wait(10)
     assert [process.pid for process in processes.marked(marker)] == [lost]
     assert processes.marked(marker[:-1]) == []
@@ -194,19 +197,19 @@ def test_a_process_that_went_off_is_found_by_its_marker(start) -> None:
 
 
 @pytest.mark.parametrize("pidfd", ["with", "without"])
-def test_kill_leaves_the_exit_status_to_the_parent(start, pidfd, monkeypatch) -> None:
+def test_kill_leaves_the_exit_status_to_the_parent(start: Start, pidfd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if pidfd == "without":
         monkeypatch.setattr(processes, "_pidfd", lambda _pid: None)
     children = [start(SLEEPER), start(SLEEPER)]
     for process in children:
-        assert process.stdout.readline()
+        assert known(process.stdout).readline()
     os.kill(children[1].pid, signal.SIGSTOP)
     pids = [process.pid for process in children]
     assert processes.kill([psutil.Process(pid) for pid in pids]) == pids
     assert [process.wait(10) for process in children] == [-signal.SIGKILL] * 2
 
 
-def test_kill_passes_by_who_is_gone_or_must_not_be_killed(start, monkeypatch) -> None:
+def test_kill_passes_by_who_is_gone_or_must_not_be_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start(SLEEPER)
     old = psutil.Process(process.pid)
     process.kill()
@@ -219,7 +222,7 @@ def test_kill_passes_by_who_is_gone_or_must_not_be_killed(start, monkeypatch) ->
     assert psutil.pid_exists(replaced.pid)
 
 
-def test_kill_gives_up_on_time(start, monkeypatch) -> None:
+def test_kill_gives_up_on_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start(SLEEPER)
     monkeypatch.setattr(processes, "_signal", lambda *_: True)
     before = time.monotonic()

@@ -26,7 +26,8 @@ from hermes_pool.system import processes
 from hermes_pool.system.linux_source import LinuxSource
 from hermes_pool.system.psutil_source import PsutilSource
 from hermes_pool.system.sampler import READ_ALL_EVERY, SAMPLES_KEPT, Sampler
-from hermes_pool.system.samples import Attention
+from hermes_pool.system.samples import Attention, Source, Stat
+from tests.support import known
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SOURCES = [pytest.param(LinuxSource, marks=linux_only), PsutilSource]
@@ -62,7 +63,7 @@ class Worker:
         self.process = subprocess.Popen(
             [sys.executable, "-c", OBEDIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self.process.stdout.readline() == "up\n"
+        assert known(self.process.stdout).readline() == "up\n"
         self.pid = self.process.pid
         self.identity: ProcessIdentity = (self.pid, psutil.Process(self.pid).create_time())
         self.rest()
@@ -75,7 +76,7 @@ class Worker:
 
     def order(self, order: str) -> str:
         self.begin(order)
-        answer = self.process.stdout.readline().strip()
+        answer = known(self.process.stdout).readline().strip()
         self.rest()
         return answer
 
@@ -93,8 +94,8 @@ def start(nothing_left: None) -> Iterator[Callable[[], Worker]]:
         processes.kill(processes.descendants(*worker.identity))
         worker.process.kill()
         worker.process.wait(10)
-        worker.process.stdin.close()
-        worker.process.stdout.close()
+        known(worker.process.stdin).close()
+        known(worker.process.stdout).close()
 
 
 def look(sampler: Sampler, *workers: Worker, attention: Attention = Attention.CLOSE, **options: Any) -> Sample:
@@ -110,7 +111,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_cpu_memory_and_condition_are_those_of_the_process(start, source) -> None:
+def test_cpu_memory_and_condition_are_those_of_the_process(start: Callable[[], Worker], source: type[Source]) -> None:
     worker, sampler = start(), Sampler(source=source())
     before = look(sampler, worker)
     assert before.state is ProcessState.SLEEPING
@@ -126,7 +127,7 @@ def test_cpu_memory_and_condition_are_those_of_the_process(start, source) -> Non
 
 
 @linux_only
-def test_io_is_read_where_it_is_looked_at_closely(start) -> None:
+def test_io_is_read_where_it_is_looked_at_closely(start: Callable[[], Worker]) -> None:
     worker, sampler = start(), Sampler()
     before = look(sampler, worker)
     worker.order("write 3000000")
@@ -137,7 +138,9 @@ def test_io_is_read_where_it_is_looked_at_closely(start) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("attention", Attention)
-def test_work_between_two_looks_is_seen_by_any_of_them(start, source, attention) -> None:
+def test_work_between_two_looks_is_seen_by_any_of_them(
+    start: Callable[[], Worker], source: type[Source], attention: Attention
+) -> None:
     worker, idle, sampler = start(), start(), Sampler(source=source())
     before = sampler.look({worker.identity: attention, idle.identity: attention})
     worker.order("burn 0.1")
@@ -147,7 +150,9 @@ def test_work_between_two_looks_is_seen_by_any_of_them(start, source, attention)
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_stopped_worker_is_seen_at_once_when_it_is_looked_at_closely(start, source) -> None:
+def test_a_stopped_worker_is_seen_at_once_when_it_is_looked_at_closely(
+    start: Callable[[], Worker], source: type[Source]
+) -> None:
     worker, sampler = start(), Sampler(source=source())
     look(sampler, worker)
     os.kill(worker.pid, signal.SIGSTOP)
@@ -156,7 +161,9 @@ def test_a_stopped_worker_is_seen_at_once_when_it_is_looked_at_closely(start, so
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_zombie_a_vanished_one_and_a_pid_of_another_are_dead(start, source) -> None:
+def test_a_zombie_a_vanished_one_and_a_pid_of_another_are_dead(
+    start: Callable[[], Worker], source: type[Source]
+) -> None:
     worker, other, sampler = start(), start(), Sampler(source=source())
     look(sampler, worker, other)
     os.kill(worker.pid, signal.SIGKILL)
@@ -170,7 +177,9 @@ def test_a_zombie_a_vanished_one_and_a_pid_of_another_are_dead(start, source) ->
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_descendants_are_counted_in_and_named_as_psutil_names_them(start, source) -> None:
+def test_descendants_are_counted_in_and_named_as_psutil_names_them(
+    start: Callable[[], Worker], source: type[Source]
+) -> None:
     worker, sampler = start(), Sampler(source=source())
     alone = look(sampler, worker)
     pid = int(worker.order("start"))
@@ -186,7 +195,9 @@ def test_descendants_are_counted_in_and_named_as_psutil_names_them(start, source
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_children_of_before_its_first_look_are_its_own_and_nobody_elses(start, source) -> None:
+def test_children_of_before_its_first_look_are_its_own_and_nobody_elses(
+    start: Callable[[], Worker], source: type[Source]
+) -> None:
     worker, other, sampler = start(), start(), Sampler(source=source())
     look(sampler, other)
     pid = int(worker.order("start"))
@@ -197,7 +208,9 @@ def test_children_of_before_its_first_look_are_its_own_and_nobody_elses(start, s
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_it_started_can_be_ended_after_its_death_whatever_it_cleared(start, source) -> None:
+def test_what_it_started_can_be_ended_after_its_death_whatever_it_cleared(
+    start: Callable[[], Worker], source: type[Source]
+) -> None:
     worker, other, sampler = start(), start(), Sampler(source=source())
     pid = int(worker.order("start"))  # in a session of its own, with an empty environment
     spared = int(other.order("start"))
@@ -213,7 +226,7 @@ def test_what_it_started_can_be_ended_after_its_death_whatever_it_cleared(start,
 
 
 @linux_only
-def test_a_daemon_stays_its_own_though_its_parent_is_gone(start) -> None:
+def test_a_daemon_stays_its_own_though_its_parent_is_gone(start: Callable[[], Worker]) -> None:
     worker, sampler = start(), Sampler()
     assert worker.order("start")
     look(sampler, worker)
@@ -227,7 +240,7 @@ def test_a_daemon_stays_its_own_though_its_parent_is_gone(start) -> None:
     processes.kill([child])
 
 
-def test_a_pid_that_has_changed_hands_is_not_kin_any_more(start) -> None:
+def test_a_pid_that_has_changed_hands_is_not_kin_any_more(start: Callable[[], Worker]) -> None:
     worker, sampler = start(), Sampler()
     pid = int(worker.order("start"))
     look(sampler, worker)
@@ -235,7 +248,7 @@ def test_a_pid_that_has_changed_hands_is_not_kin_any_more(start) -> None:
     assert sampler.process_tree(worker.identity) == []
 
 
-def test_what_was_there_at_rest_is_told_from_what_a_turn_began(start) -> None:
+def test_what_was_there_at_rest_is_told_from_what_a_turn_began(start: Callable[[], Worker]) -> None:
     worker, sampler = start(), Sampler()
     server = int(worker.order("start"))
     look(sampler, worker, attention=Attention.PASSING)
@@ -246,7 +259,9 @@ def test_what_was_there_at_rest_is_told_from_what_a_turn_began(start) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_unique_memory_is_measured_above_the_mark_and_is_less_than_what_is_resident(start, source) -> None:
+def test_unique_memory_is_measured_above_the_mark_and_is_less_than_what_is_resident(
+    start: Callable[[], Worker], source: type[Source]
+) -> None:
     worker, sampler = start(), Sampler(source=source())
     worker.order("hold 50000000")
     assert look(sampler, worker).unique_bytes is None
@@ -255,7 +270,7 @@ def test_unique_memory_is_measured_above_the_mark_and_is_less_than_what_is_resid
     assert 50_000_000 < sample.unique_bytes < sample.rss_bytes
 
 
-def test_unique_memory_is_measured_again_only_after_something_has_happened(start) -> None:
+def test_unique_memory_is_measured_again_only_after_something_has_happened(start: Callable[[], Worker]) -> None:
     measured = []
 
     class Counting(LinuxSource):
@@ -271,7 +286,7 @@ def test_unique_memory_is_measured_again_only_after_something_has_happened(start
         assert sample.unique_bytes is not None
 
 
-def test_samples_span_some_time_however_often_it_is_looked(start) -> None:
+def test_samples_span_some_time_however_often_it_is_looked(start: Callable[[], Worker]) -> None:
     ticks = itertools.count()
     worker, sampler = start(), Sampler(lambda: next(ticks) / 20)
     for _ in range(8 * SAMPLES_KEPT):
@@ -281,7 +296,7 @@ def test_samples_span_some_time_however_often_it_is_looked(start) -> None:
     assert samples[-1].at - samples[0].at > STILL_S
 
 
-def test_memory_of_it_is_bounded_and_ends_with_forgetting(start) -> None:
+def test_memory_of_it_is_bounded_and_ends_with_forgetting(start: Callable[[], Worker]) -> None:
     seconds = itertools.count()
     worker, sampler = start(), Sampler(lambda: float(next(seconds)))
     for _ in range(SAMPLES_KEPT + 5):
@@ -319,7 +334,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @linux_only
-def test_a_real_worker_that_hangs_with_the_lock_is_wedged_and_not_before_its_time(start, short) -> None:
+def test_a_real_worker_that_hangs_with_the_lock_is_wedged_and_not_before_its_time(
+    start: Callable[[], Worker], short: None
+) -> None:
     worker, sampler = start(), Sampler()
     worker.begin("hang 60")
     seen = []
@@ -336,12 +353,14 @@ def test_a_real_worker_that_hangs_with_the_lock_is_wedged_and_not_before_its_tim
 
 @linux_only
 @pytest.mark.parametrize(("order", "expected"), [("burn 60", Verdict.BUSY), ("start", Verdict.BLOCKED_ON_CHILD)])
-def test_a_real_worker_that_works_or_waits_for_a_child_is_never_wedged(start, short, order, expected) -> None:
+def test_a_real_worker_that_works_or_waits_for_a_child_is_never_wedged(
+    start: Callable[[], Worker], short: None, order: str, expected: Verdict
+) -> None:
     worker, sampler = start(), Sampler()
     look(sampler, worker, attention=Attention.PASSING)
     worker.begin(order)
     if order == "start":
-        assert worker.process.stdout.readline()
+        assert known(worker.process.stdout).readline()
     seen = [verdict for verdict, _ in zip(verdicts(worker, sampler), range(12), strict=False)]
     assert Verdict.WEDGED not in seen
     assert seen.count(expected) >= 6
@@ -358,7 +377,7 @@ def test_idle_workers_are_not_read_again() -> None:
         def clock_ns(self, pid: int) -> int:
             return 5
 
-        def stat(self, pid: int):
+        def stat(self, pid: int) -> Stat | None:
             read.append(pid)
             return super().stat(pid)
 
@@ -375,7 +394,7 @@ def test_idle_workers_are_not_read_again() -> None:
 
 
 @linux_only
-def test_a_look_at_an_idle_worker_takes_microseconds(start) -> None:
+def test_a_look_at_an_idle_worker_takes_microseconds(start: Callable[[], Worker]) -> None:
     workers = [start() for _ in range(10)]
     sampler = Sampler()
     asked = {worker.identity: Attention.PASSING for worker in workers}

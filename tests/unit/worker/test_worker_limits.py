@@ -15,6 +15,7 @@ from hermes_pool import PoolSettings, SettingsError
 from hermes_pool.policy.liveness import stacks_of
 from hermes_pool.system import processes
 from hermes_pool_worker import limits
+from tests.support import known
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has neither")
 PACKAGE = Path(limits.__file__).parent.parent
@@ -151,16 +152,16 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     for process in started:
         process.kill()
         process.wait(10)
-        process.stdout.close()
-        process.stderr.close()
+        known(process.stdout).close()
+        known(process.stderr).close()
 
 
 def written(process: subprocess.Popen[bytes], until: bytes, seconds: float) -> list[str]:
     """What comes on stderr within that time, up to a word."""
     deadline = time.monotonic() + seconds
     data = b""
-    while until not in data and select.select([process.stderr], [], [], max(0, deadline - time.monotonic()))[0]:
-        data += os.read(process.stderr.fileno(), 65536)
+    while until not in data and select.select([known(process.stderr)], [], [], max(0, deadline - time.monotonic()))[0]:
+        data += os.read(known(process.stderr).fileno(), 65536)
     return data.decode().splitlines()
 
 
@@ -172,11 +173,13 @@ def written(process: subprocess.Popen[bytes], until: bytes, seconds: float) -> l
         pytest.param(BLOCKS_SIGNALS_TOO, id="blocks other signals"),
     ],
 )
-def test_the_stacks_come_at_once_though_the_lock_is_held_in_c(start, stuck: str) -> None:
+def test_the_stacks_come_at_once_though_the_lock_is_held_in_c(
+    start: Callable[[str], subprocess.Popen[bytes]], stuck: str
+) -> None:
     process = start(STUCK + stuck + "stuck_here()\n")
-    assert os.read(process.stdout.fileno(), 1) == b"."
-    while select.select([process.stdout], [], [], 0.5)[0]:  # until no other thread gets to run
-        assert os.read(process.stdout.fileno(), 65536)
+    assert os.read(known(process.stdout).fileno(), 1) == b"."
+    while select.select([known(process.stdout)], [], [], 0.5)[0]:  # until no other thread gets to run
+        assert os.read(known(process.stdout).fileno(), 65536)
     assert processes.catches(process.pid, limits.STACKS_SIGNAL)
     began = time.monotonic()
     os.kill(process.pid, limits.STACKS_SIGNAL)
@@ -189,18 +192,18 @@ def test_the_stacks_come_at_once_though_the_lock_is_held_in_c(start, stuck: str)
     assert process.poll() is None
 
 
-def test_who_has_not_armed_is_not_to_be_asked(start) -> None:
+def test_who_has_not_armed_is_not_to_be_asked(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
     process = start("import time; print('up', flush=True); time.sleep(60)")
-    assert process.stdout.readline() == b"up\n"
+    assert known(process.stdout).readline() == b"up\n"
     assert not processes.catches(process.pid, limits.STACKS_SIGNAL)
     assert not processes.catches(2**22 + 5, limits.STACKS_SIGNAL)
 
 
-def test_a_tool_of_the_worker_does_not_inherit_it(start) -> None:
+def test_a_tool_of_the_worker_does_not_inherit_it(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
     process = start(
         RUN + "import subprocess\nwith subprocess.Popen(['sleep', '60']) as tool:\n    print(tool.pid, flush=True)\n"
     )
-    tool = int(process.stdout.readline())
+    tool = int(known(process.stdout).readline())
     deadline = time.monotonic() + 5
     while processes.catches(tool, limits.STACKS_SIGNAL):  # until it has become the tool
         assert time.monotonic() < deadline
@@ -208,14 +211,14 @@ def test_a_tool_of_the_worker_does_not_inherit_it(start) -> None:
     os.kill(tool, signal.SIGKILL)
 
 
-def test_a_fork_inherits_it_with_its_own_standard_error(start) -> None:
+def test_a_fork_inherits_it_with_its_own_standard_error(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
     process = start(
         RUN
         + "import os, time\nnull = os.open(os.devnull, os.O_WRONLY)\n"
         + "def in_the_fork(): print(os.getpid(), flush=True); time.sleep(60)\n"
         + "pid = os.fork()\nif pid == 0: in_the_fork()\nos.dup2(null, 2); os.waitpid(pid, 0)\n"
     )
-    fork = int(process.stdout.readline())
+    fork = int(known(process.stdout).readline())
     try:
         assert processes.catches(fork, limits.STACKS_SIGNAL)
         os.kill(fork, limits.STACKS_SIGNAL)
