@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hermes_pool import HermesSessionManager, PoolSettings
-from tests.support import FAULTY, Faulty, Obedient, OpenPool, children, descriptors, until
+from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, children, descriptors, until
 
 QUICK = {
     "agent": "echo",
@@ -74,7 +74,7 @@ def faulty() -> Faulty:
 
 
 @pytest.fixture
-def instead_of_python(tmp_path: Path) -> Faulty:
+def instead_of_python(tmp_path: Path) -> FaultyProgram:
     """Settings for a program of ``faulty_workers`` that takes the place of the whole worker, shim and all."""
 
     def settings(name: str) -> dict[str, Any]:

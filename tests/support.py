@@ -5,7 +5,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
 
@@ -25,13 +25,19 @@ Pool = HermesSessionManager
 class OpenPool(Protocol):
     """Open a pool with quick settings; the fixture ``open_pool`` closes it."""
 
-    def __call__(self, **settings: Any) -> Awaitable[Pool]: ...
+    def __call__(self, **settings: Any) -> Coroutine[Any, Any, Pool]: ...
 
 
 class Faulty(Protocol):
-    """Settings for an agent, or a whole worker, of ``faulty_workers``."""
+    """Settings for an agent of ``faulty_workers``, with these options."""
 
     def __call__(self, name: str, **options: Any) -> dict[str, Any]: ...
+
+
+class FaultyProgram(Protocol):
+    """Settings for a program of ``faulty_workers`` in the place of the whole worker."""
+
+    def __call__(self, name: str) -> dict[str, Any]: ...
 
 
 def known(value: T | None) -> T:

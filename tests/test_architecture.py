@@ -8,14 +8,17 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import hermes_pool
 from hermes_pool import PoolSettings
 from hermes_pool.lifecycle import ALIVE, TRANSITIONS, Event, State
+from tests.support import known
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPERVISOR = ROOT / "hermes_pool"
@@ -108,8 +111,8 @@ def neighbours(file: Path) -> set[str]:
     return found - {room_of(file)}
 
 
-def named(paths: list[Path]) -> dict[str, object]:
-    return {"argvalues": paths, "ids": ["/".join(path.parts[-2:]) for path in paths]}
+def each_of(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("file", paths, ids=["/".join(path.parts[-2:]) for path in paths])
 
 
 def test_every_room_imports_from_those_that_it_names_and_no_other() -> None:
@@ -138,12 +141,12 @@ def test_the_modules_do_not_import_each_other_in_a_circle() -> None:
         above = {module: others for module, others in above.items() if module not in free}
 
 
-@pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
+@each_of(sources(SUPERVISOR))
 def test_each_library_is_known_in_one_place(file: Path) -> None:
     assert third_party(file) <= THIRD_PARTY.get(room_of(file), set())
 
 
-@pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
+@each_of(sources(SUPERVISOR))
 def test_the_supervisor_knows_of_the_worker_its_wire_and_its_place_only(file: Path) -> None:
     taken = {name.split(".")[1] for name in imports(file) if name.startswith("hermes_pool_worker.")}
     bare = "hermes_pool_worker" in set(imports(file))
@@ -151,12 +154,12 @@ def test_the_supervisor_knows_of_the_worker_its_wire_and_its_place_only(file: Pa
     assert not bare or file.stem == "factory", "only the start of workers needs the folder"
 
 
-@pytest.mark.parametrize("file", **named(sources(WORKER)))
+@each_of(sources(WORKER))
 def test_the_worker_knows_nothing_of_the_supervisor(file: Path) -> None:
     assert "hermes_pool" not in tops(file)
 
 
-@pytest.mark.parametrize("file", **named(sources(WORKER)))
+@each_of(sources(WORKER))
 def test_the_worker_needs_msgspec_only_and_hermes_in_its_adapter(file: Path) -> None:
     allowed = {"msgspec"}
     if file.stem.startswith("hermes"):
@@ -175,7 +178,7 @@ def test_the_worker_program_finds_its_package_with_the_standard_library_alone() 
     assert found <= {"os", "sys"}, "all else has to wait until the descriptors are claimed"
 
 
-@pytest.mark.parametrize("file", **named(sources(SUPERVISOR) + sources(WORKER)))
+@each_of(sources(SUPERVISOR) + sources(WORKER))
 def test_what_is_never_used(file: Path) -> None:
     # pickle runs what it reads, as marshal and shelve do; multiprocessing forks the host, with its locks and threads.
     assert not tops(file) & {"pickle", "marshal", "shelve", "multiprocessing"}
@@ -197,7 +200,7 @@ def test_every_public_name_exists_and_is_documented(name: str) -> None:
     thing = getattr(hermes_pool, name)
     assert inspect.getdoc(thing)
     if is_dataclass(thing):
-        assert not thing.__doc__.startswith(f"{name}("), "that is the text which dataclasses make up"
+        assert not known(thing.__doc__).startswith(f"{name}("), "that is the text which dataclasses make up"
     own = [member for member in vars(thing).values() if inspect.isfunction(member)]
     for member in own:
         assert member.__name__.startswith("_") or member.__doc__, f"{name}.{member.__name__} is not documented"
@@ -257,7 +260,7 @@ def test_the_readme_names_every_setting(readme: str) -> None:
     assert not missing
 
 
-def pyproject() -> dict:
+def pyproject() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -272,7 +275,7 @@ def test_every_direct_dependency_is_pinned_within_its_range() -> None:
         *project["dependencies"],
         *(each for extra in project["optional-dependencies"].values() for each in extra),
     ]
-    pins = {}
+    pins: dict[str, list[SpecifierSet]] = {}
     for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines():
         if text := line.partition("#")[0].strip():
             pin = Requirement(text)

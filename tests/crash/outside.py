@@ -71,7 +71,8 @@ def hermes_of(state_dir: Path, conversation_id: str) -> dict[str, Any]:
     if not (state_dir / "hermes-pool.db").exists():
         return {}
     state = json.loads(raw_agent_state(state_dir, conversation_id) or "null") or {}
-    return state.get("runtime_state", {}).get("hermes", {})
+    hermes: dict[str, Any] = state.get("runtime_state", {}).get("hermes", {})
+    return hermes
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from hermes_pool import HermesSessionManager
@@ -25,9 +26,7 @@ from hermes_pool.errors import (
 )
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, memory_growth, process_of, row_of
-from tests.support import OpenPool, until
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.support import Faulty, OpenPool, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 MIB = 1024 * 1024
@@ -88,12 +87,12 @@ def framed(body: bytes) -> bytes:
 
 def packed(*fields: Any) -> bytes:
     """A frame of anything at all, in the shape of a message."""
-    return framed(wire.msgspec.msgpack.encode(fields))
+    return framed(msgspec.msgpack.encode(fields))
 
 
 def of(turn_id: str, more: bytes, count: int = 4) -> bytes:
     """A ``TextDelta`` of ``count`` fields that ends with raw bytes."""
-    head = wire.msgspec.msgpack.encode("TextDelta") + wire.msgspec.msgpack.encode(turn_id) + b"\x01"
+    head = msgspec.msgpack.encode("TextDelta") + msgspec.msgpack.encode(turn_id) + b"\x01"
     return framed(bytes([0x90 + count]) + head + more)
 
 
@@ -112,7 +111,7 @@ BREAKS: dict[str, Callable[[str, int], bytes]] = {
     "a tag alone": lambda *_: packed("TurnDone"),
     "no fields": lambda *_: packed(),
     "a map": lambda t, a: framed(
-        wire.msgspec.msgpack.encode({"type": "TextDelta", "turn_id": t, "attempt": a, "text": "x"})
+        msgspec.msgpack.encode({"type": "TextDelta", "turn_id": t, "attempt": a, "text": "x"})
     ),
     "a tag that is a number": lambda t, a: packed(7, t, a, "x"),
     "a tag that is nothing": lambda t, a: packed(None, t, a, "x"),
@@ -128,7 +127,7 @@ BREAKS: dict[str, Callable[[str, int], bytes]] = {
     "an outcome that is none": lambda t, a: packed("TurnDone", t, a, "x", "s", "finished"),
     "counts that are texts": lambda t, a: packed("TurnDone", t, a, "x", "s", "completed", None, {"tokens": "many"}),
     "counts by the billion": lambda t, _: framed(
-        b"\x98" + b"".join(map(wire.msgspec.msgpack.encode, ("TurnDone", t, 1, "x", "s", "completed", None)))
+        b"\x98" + b"".join(map(msgspec.msgpack.encode, ("TurnDone", t, 1, "x", "s", "completed", None)))
         + b"\xdf" + HUGE + b"\xa1x"
     ),
     "modules by the billion": lambda *_: framed(b"\x92\xa8Imported\xdd" + HUGE + b"\xa1x"),
@@ -137,7 +136,7 @@ BREAKS: dict[str, Callable[[str, int], bytes]] = {
     "lists 100,000 deep in a field too many": lambda t, _: of(t, b"\xa1x" + b"\x91" * 100_000 + b"\xc0", 5),
     "maps 100,000 deep in a field too many": lambda t, _: of(t, b"\xa1x" + b"\x81\xa1k" * 100_000 + b"\xc0", 5),
     "maps 100,000 deep instead of counts": lambda t, _: framed(
-        b"\x98" + b"".join(map(wire.msgspec.msgpack.encode, ("TurnDone", t, 1, "x", "s", "completed", None)))
+        b"\x98" + b"".join(map(msgspec.msgpack.encode, ("TurnDone", t, 1, "x", "s", "completed", None)))
         + b"\x81\xa1k" * 100_000 + b"\xc0"
     ),
 }  # fmt: skip
@@ -279,11 +278,11 @@ async def test_names_without_an_end_are_not_kept_nor_stored(
     session_id = (await row_of(pool, "c")).session_id
     long = "x" * 500_000
     attacks: list[Callable[[str, int], Any]] = [
-        lambda *of: wire.SessionMoved(*of, long),
-        lambda *of: wire.TurnDone(*of, "x", long),
-        lambda *of: wire.TurnDone(*of, "x", "s", "completed", long),
-        lambda *of: wire.ToolStarted(*of, long, "tool", ""),
-        lambda *of: wire.ToolStarted(*of, "call", long, ""),
+        lambda turn, attempt: wire.SessionMoved(turn, attempt, long),
+        lambda turn, attempt: wire.TurnDone(turn, attempt, "x", long),
+        lambda turn, attempt: wire.TurnDone(turn, attempt, "x", "s", "completed", long),
+        lambda turn, attempt: wire.ToolStarted(turn, attempt, long, "tool", ""),
+        lambda turn, attempt: wire.ToolStarted(turn, attempt, "call", long, ""),
     ]
     for make in attacks:
         ended, _ = await attack(pool, tmp_path, lambda *of, make=make: bytes(wire.encode(make(*of))), "in turn")
@@ -345,6 +344,7 @@ async def test_a_flood_that_nobody_reads_is_slowed_down_or_dropped(
                 assert turn.lags
                 text = 0
                 async for event in turn:  # at last
+                    assert isinstance(event, wire.TextDelta)
                     text += len(event.text)
                 assert (
                     text == {"deltas of 1 MB": 100 * 10**6, "deltas of 1 KB": 10**8, "deltas of 1 byte": 250_000}[kind]

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from hermes_pool.errors import PoolFullError
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
 from tests.crash.outside import gone, hermes_of, never, process_of, row_of
-from tests.support import OpenPool, until
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.support import Faulty, OpenPool, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 QUICK = {"idle_timeout_s": 0.2, "idle_sweep_s": 0.05}

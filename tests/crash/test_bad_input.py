@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 from hermes_pool import manager
 from hermes_pool.errors import InvalidKeyError, MessageTooLargeError
 from tests.crash.outside import gone, hermes_of, never, process_of, put_agent_state, raw_agent_state, row_of, sql
-from tests.support import OpenPool, children, until
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.support import Faulty, OpenPool, children, until
 
 MIB = 1024 * 1024
 

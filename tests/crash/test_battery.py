@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,11 +24,10 @@ from hermes_pool import HermesSessionManager
 from hermes_pool.errors import RestartBackoffError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
 from tests.crash.outside import gone, lines, never, process_of, row_of
-from tests.support import FAULTY, OpenPool, until
+from tests.support import FAULTY, Faulty, OpenPool, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and the process table as Linux has them")
 
-Faulty = Callable[..., dict[str, Any]]
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 
 

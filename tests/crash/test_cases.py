@@ -32,9 +32,7 @@ from hermes_pool.errors import (
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
 from tests.crash.test_kill_points import UNBOUNDED
-from tests.support import FAULTY, Obedient, OpenPool, Pool, until
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, Pool, until
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -494,7 +492,7 @@ async def test_no_process_is_probed_with_os_kill(
 
 
 async def test_without_sigkill_a_death_is_told_and_a_worker_that_breaks_the_protocol_is_ended(
-    open_pool: OpenPool, instead_of_python: Faulty, monkeypatch: pytest.MonkeyPatch
+    open_pool: OpenPool, instead_of_python: FaultyProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = await open_pool(**instead_of_python("sends_bogus_bytes"), launcher="portable", restarts_max=0)
     with monkeypatch.context() as patch:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 from hermes_pool.errors import AgentFailedError, TurnInterruptedError, WorkerCrashedError
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, gone_pid, hermes_of, lines, process_of, row_of
-from tests.support import OpenPool, until
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.support import Faulty, FaultyProgram, OpenPool, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 MIB = 1024 * 1024
@@ -265,7 +262,7 @@ async def test_an_effect_is_told_although_no_new_worker_can_be_started(
 @pytest.mark.parametrize("text", ["fine", "torn"])
 @pytest.mark.parametrize("launcher", ["spawn", "portable"])  # its program is no zygote
 async def test_a_reply_that_was_written_is_delivered_although_its_worker_died(
-    open_pool: OpenPool, instead_of_python: Faulty, tmp_path: Path, text: str, launcher: str
+    open_pool: OpenPool, instead_of_python: FaultyProgram, tmp_path: Path, text: str, launcher: str
 ) -> None:
     pool = await open_pool(**instead_of_python("replies_then_dies"), worker_cwd=tmp_path, launcher=launcher)
     for number in range(1, 4):
@@ -276,7 +273,7 @@ async def test_a_reply_that_was_written_is_delivered_although_its_worker_died(
 
 
 async def test_a_written_reply_is_delivered_to_a_slow_reader_as_well(
-    open_pool: OpenPool, instead_of_python: Faulty, tmp_path: Path
+    open_pool: OpenPool, instead_of_python: FaultyProgram, tmp_path: Path
 ) -> None:
     pool = await open_pool(
         **instead_of_python("replies_then_dies"), worker_cwd=tmp_path, launcher="spawn", events_waiting_max=2

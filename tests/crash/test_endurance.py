@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -148,7 +148,9 @@ async def test_when_the_host_is_killed_nothing_is_left(
 
 
 @LAUNCHERS
-async def test_a_worker_does_not_belong_to_the_thread_that_started_it(tmp_path: Path, launcher: str) -> None:
+async def test_a_worker_does_not_belong_to_the_thread_that_started_it(
+    tmp_path: Path, launcher: Literal["zygote", "spawn"]
+) -> None:
     """A loop in a thread of its own starts a worker from a task; the worker lives as long as the pool."""
     from hermes_pool import HermesSessionManager, PoolSettings
 

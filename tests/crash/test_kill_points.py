@@ -27,9 +27,7 @@ from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, lines, process_of, row_of
-from tests.support import OpenPool, Pool, until
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.support import Faulty, FaultyProgram, OpenPool, Pool, until
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -108,7 +106,7 @@ def no_bug_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]
 
 @LAUNCHERS
 async def test_a_worker_killed_in_its_start_is_one_more_launch_and_no_restart(
-    open_pool: OpenPool, faulty: Faulty, instead_of_python: Faulty, tmp_path: Path, launcher: str
+    open_pool: OpenPool, faulty: Faulty, instead_of_python: FaultyProgram, tmp_path: Path, launcher: str
 ) -> None:
     settings = faulty("dies_where_told")
     points = [f"{when} {kind}" for kind in ("Hello", "Opened") for when in ("before", "inside", "after")]

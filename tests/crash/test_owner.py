@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,10 @@ import pytest
 
 from hermes_pool.process import lifeline
 from tests.crash.outside import gone, process_of, row_of
-from tests.support import FAULTY, OpenPool, alive, until
+from tests.support import FAULTY, Faulty, OpenPool, alive, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the nets of other systems are weaker")
 
-Faulty = Callable[..., dict[str, Any]]
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 
 HIDES = ("", "deaf", "cleared", "setsid", "setsid daemon", "setsid daemon deaf", "setsid daemon cleared")
@@ -90,10 +91,12 @@ class Host:
             each.send_signal(signal.SIGSTOP)
         for each in doomed:
             each.send_signal(signal.SIGKILL)
-            await until(lambda process=each: gone(process), "the process to end", 5)
+            await until(partial(gone, each), "the process to end", 5)
 
     async def nothing_left(self, seconds: float = 3.0) -> None:
-        left = lambda: [each for each in self.family if not gone(each)]  # noqa: E731
+        def left() -> list[psutil.Process]:
+            return [each for each in self.family if not gone(each)]
+
         try:
             await until(lambda: not left(), "everything to go", seconds)
         except AssertionError:
@@ -122,8 +125,10 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             "launcher": launcher,
         }
         command = [sys.executable, str(file), json.dumps(settings), json.dumps(texts), *more]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        hosts.append(Host(subprocess.Popen(command, **pipes, text=True, start_new_session=True)))
+        popen = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        hosts.append(Host(popen))
         return hosts[-1].ready()
 
     yield start
@@ -346,7 +351,8 @@ def _descriptors_of_pipes() -> list[str]:
 APP = """
     import asyncio, os
     from contextlib import asynccontextmanager
-    from pathlib import Path
+    from functools import partial
+from pathlib import Path
     from fastapi import FastAPI
     from hermes_pool import HermesSessionManager, PoolSettings
 
@@ -395,12 +401,13 @@ class Server:
         scratch.replace(self.source)
 
     async def say(self, conversation_id: str, text: str) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self.port}/{conversation_id}?text={urllib.request.quote(text)}"
+        url = f"http://127.0.0.1:{self.port}/{conversation_id}?text={urllib.parse.quote(text)}"
         request = urllib.request.Request(url, method="POST")
 
         def ask() -> dict[str, Any]:
             with urllib.request.urlopen(request, timeout=30) as answer:
-                return json.loads(answer.read())
+                said: dict[str, Any] = json.loads(answer.read())
+                return said
 
         return await asyncio.to_thread(ask)
 
@@ -479,21 +486,26 @@ async def test_under_uvicorn_reload_no_worker_and_no_port_outlives_a_reload(
         said = await one.says("a", "hello")
         return said if said is not None and said["supervisor"] != after else None
 
+    def more_than(before: set[int]) -> bool:
+        return len(set(one.pool_processes()) - before) >= 3
+
+    def all_gone(pids: Iterable[int]) -> bool:
+        return not [pid for pid in pids if alive(pid)]
+
     supervisor = (await until(up, "the server"))["supervisor"]
     for number in range(reloads):
         before = set(one.pool_processes())
         await one.say("b", "tool setsid daemon")
         hanging = asyncio.create_task(one.says("b", "tool setsid stay"))
-        tools = await until(lambda b=before: len(set(one.pool_processes()) - b) >= 3, "the tool in mid-turn")
-        assert tools
+        await until(partial(more_than, before), "the tool in mid-turn")
         left = one.pool_processes()
         if number == reloads - 1:  # the last time without a chance to close
             os.kill(supervisor, signal.SIGKILL)
-            await until(lambda pids=left: not [pid for pid in pids if alive(pid)], "all that was to go", 5)
+            await until(partial(all_gone, left), "all that was to go", 5)
         one.change(f"# {number}\n")
-        supervisor = (await until(lambda s=supervisor: up(s), "the next one"))["supervisor"]
+        supervisor = (await until(partial(up, supervisor), "the next one"))["supervisor"]
         await hanging
-        await until(lambda pids=left: not [pid for pid in pids if alive(pid)], "what was before to be gone", 5)
+        await until(partial(all_gone, left), "what was before to be gone", 5)
         assert len(one.workers(supervisor)) == 1  # that of conversation a
         assert one.listeners() == {one.popen.pid, supervisor}
     one.popen.terminate()

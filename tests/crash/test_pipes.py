@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -13,9 +12,7 @@ import pytest
 
 from hermes_pool.errors import TurnCancelledError, WorkerCrashedError
 from tests.crash.outside import complaints, gone, memory_growth, process_of, row_of
-from tests.support import OpenPool, until
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.support import Faulty, OpenPool, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
 MIB = 1024 * 1024

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import pytest
 from hermes_pool.errors import TurnCancelledError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
-from tests.support import OpenPool, until
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.support import Faulty, OpenPool, known, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 
@@ -239,7 +236,7 @@ async def test_a_worker_is_stopped_and_mourned_also_where_no_thread_can_be_start
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    os.kill(workers["d"], signal.SIGKILL)
+    os.kill(known(workers["d"]), signal.SIGKILL)
     stopped = await asyncio.wait_for(pool.stop("c"), 10)
     assert stopped is not None
     assert (stopped.how, stopped.left) == ("closed", ())

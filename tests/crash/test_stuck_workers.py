@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from hermes_pool.errors import TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
 from tests.crash.outside import process_of, row_of
-from tests.support import OpenPool, alive, until
+from tests.support import Faulty, OpenPool, alive, until
 
-Faulty = Callable[..., dict[str, Any]]
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 MIB = 1024 * 1024
 QUICK = {"sample_s": 0.3, "wedged_after_s": 1.0, "replay": "never"}

@@ -69,7 +69,7 @@ class Worker:
             assert self.decoder.failed is None
         return self.waiting.pop(0)
 
-    def until(self, *types: type[wire.FromWorker]) -> list[wire.FromWorker]:
+    def until(self, *types: type[wire.Message]) -> list[wire.FromWorker]:
         """Return all messages up to and with the first one of these types."""
         messages = [self.receive()]
         while not isinstance(messages[-1], types):
@@ -95,8 +95,12 @@ class Worker:
     def turn(self, text: str) -> list[wire.FromWorker]:
         """Run a turn; return its messages, the last one of which ends it."""
         begun = self.begin(text)
-        messages = [message for message in self.until(*END) if not isinstance(message, JOBS)]  # which are of no turn
-        assert {(message.turn_id, message.attempt) for message in messages} == {(begun.turn_id, 1)}
+        messages: list[wire.FromWorker] = []
+        for message in self.until(*END):
+            if not isinstance(message, JOBS):  # which are of no turn
+                assert isinstance(message, wire.TurnMessage)
+                assert (message.turn_id, message.attempt) == (begun.turn_id, 1)
+                messages.append(message)
         return messages
 
     def ask(self, text: str) -> wire.TurnDone:
@@ -183,7 +187,8 @@ def said(body: dict[str, Any]) -> list[str]:
 
 def assert_well_paired(body: dict[str, Any]) -> None:
     """A provider refuses a request in which a tool call has no result, or two messages of the user follow."""
-    open_calls, last = set(), None
+    open_calls: set[str] = set()
+    last = None
     for message in body["messages"]:
         if message["role"] == "tool":
             open_calls.remove(message["tool_call_id"])
@@ -372,7 +377,7 @@ def test_killed_in_the_middle_of_a_tool(start: Start, model: ScriptedModel) -> N
 
     worker = start()
     again = worker.open(session_id=opened.session_id, committed=kept.committed)
-    assert "tools may have acted" in again.notice
+    assert "tools may have acted" in known(again.notice)
     worker.ask("two")
     assert said(model.requests[-1]) == ["keep [tool echo a]", "two"]
     assert_well_paired(model.requests[-1])
@@ -421,7 +426,7 @@ def test_an_unknown_session_is_told(start: Start) -> None:
     opened = worker.open(session_id="20200101_000000_nobody", committed="7.abc")
     assert not opened.resumed
     assert opened.session_id != "20200101_000000_nobody"
-    assert "does not know the session 20200101_000000_nobody" in opened.notice
+    assert "does not know the session 20200101_000000_nobody" in known(opened.notice)
     worker.close()
 
     # A session that has had no turn is not on Hermes' disk, and nothing of it can be lost.
@@ -434,7 +439,7 @@ def test_an_unknown_session_is_told(start: Start) -> None:
 
     # A mark of a history that is gone, as after a restored backup of Hermes' database.
     worker = start()
-    assert "ends before" in worker.open(session_id=opened.session_id, committed="9999.abc").notice
+    assert "ends before" in known(worker.open(session_id=opened.session_id, committed="9999.abc").notice)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -478,7 +483,7 @@ def test_dangerous_commands_are_asked_about(start: Start, home: Path, tmp_path: 
     worker.open(options={"context_length": 70_000, "config": {"approvals": {"timeout": 1}}})
     command = f"rm -rf {folder}"
 
-    def ask(answer: str | None):
+    def ask(answer: str | None) -> wire.ToolFinished:
         turn = worker.begin(f"[tool {command}]")
         question = worker.first(wire.Question)
         assert (question.kind, question.choices) == ("approval", ["once", "session", "always", "deny"])
@@ -542,7 +547,7 @@ def test_options_choose_the_model_and_the_tools(start: Start, home: Path, model:
     messages = worker.turn("[tool pwd; rm -rf ../hermes/none] [tool pwd]")
     assert not of(messages, wire.Question)
     assert str(tmp_path / "elsewhere") in of(messages, wire.ToolFinished)[0].result
-    assert (done_of(messages).outcome, "max_iterations" in done_of(messages).notice) == ("partial", True)
+    assert (done_of(messages).outcome, "max_iterations" in known(done_of(messages).notice)) == ("partial", True)
     first = model.requests[0]
     assert "Answer in rhymes." in json.dumps(first["messages"][0])
     assert {tool["function"]["name"] for tool in first["tools"]} == {"terminal", "process"}

@@ -83,10 +83,10 @@ class Environment:
         self.python = folder / BIN / ("python.exe" if sys.platform == "win32" else "python")
         self.packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder), "platbase": str(folder)}))
 
-    def run(self, *arguments: object, **how: object) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         # -I: neither the checkout, by way of the working folder, nor anybody's PYTHONPATH gets in.
         return subprocess.run(
-            [self.python, "-I", *arguments], capture_output=True, text=True, timeout=60, check=False, **how
+            [self.python, "-I", *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=cwd
         )
 
 
@@ -148,12 +148,12 @@ def converse(jarvis: Environment, tmp_path: Path) -> Callable[..., dict[str, Any
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "reporter.py").write_text(REPORTER)
 
-    def run(*messages: str, **settings: object) -> dict:
+    def run(*messages: str, **settings: object) -> dict[str, Any]:
         given = json.dumps({"state_dir": str(tmp_path / "state"), **settings}, default=str)
         done = jarvis.run(program, given, *messages, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
-        found = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
         assert Path(found["package"]).is_relative_to(jarvis.packages), "the checkout must have no part in this"
         return found
 

@@ -1,12 +1,14 @@
 import os
 import signal
+from collections.abc import Callable
+from typing import Any
 
 from hermes_pool_worker import serve, wire, zygote
 from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 
-def send(plain, own, message, *more):
+def send(plain: Callable[..., None], own: Any, message: wire.Message, *more: Any) -> None:
     for when in ("before", "inside", "after"):
         orders = [f"{when} {type(message).__name__}{times}" for times in ("", " again", " and again")]
         told = next(filter(os.path.exists, orders), None)

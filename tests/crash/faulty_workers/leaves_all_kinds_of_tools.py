@@ -14,7 +14,7 @@ class Agent(EchoAgent):
         if not text.startswith("tool "):
             return super().turn(text, turn)
         hides = text.split()[1:]
-        env = {} if "cleared" in hides else None
+        env: dict[str, str] | None = {} if "cleared" in hides else None
         command = [sys.executable, "-I", "-S", "-c", DEAF] if "deaf" in hides else ["sleep", "1000"]
         ends = os.pipe()
         if (first := os.fork()) == 0:

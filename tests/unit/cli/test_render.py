@@ -15,6 +15,7 @@ from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import SettingsError
 from hermes_pool.settings import PoolSettings
 from hermes_pool.snapshot import BreakerSnapshot, PoolSnapshot, SessionSnapshot
+from tests.support import known
 
 HOSTILE = "a\x1b[31mred\x07\r\n\u202egnp.exe\ud800\0"
 FULL = SessionSnapshot(
@@ -77,8 +78,8 @@ def test_the_plain_table_is_complete_and_aligned() -> None:
         [render._cells(FULL), render._cells(SessionSnapshot(conversation_id="c", state="idle"))]
     ).split("\n")
     assert FULL.conversation_id in lines[1]
-    assert lines[1].endswith(FULL.last_error)
-    assert lines[0].index("SESSION") == lines[1].index(FULL.session_id)
+    assert lines[1].endswith(known(FULL.last_error))
+    assert lines[0].index("SESSION") == lines[1].index(known(FULL.session_id))
     assert lines[2].split() == ["c", "-", "-", "idle", "-", "-", "-", "-", "0", "0", "-"]
 
 
@@ -119,10 +120,13 @@ def test_quarantined_messages_are_told_before_the_last_error(last_error: str | N
 def test_the_head_line_tells_of_starts_only_where_they_fail(
     starts: tuple[str, float | None, str | None] | None, told: str
 ) -> None:
+    breaker = None
     if starts is not None:
         state, retry_after_s, error = starts
-        starts = BreakerSnapshot(state=state, failures=3, failures_max=3, retry_after_s=retry_after_s, last_error=error)
-    pool = PoolSnapshot(state="open", workers=1, workers_max=64, starts=starts)
+        breaker = BreakerSnapshot(
+            state=state, failures=3, failures_max=3, retry_after_s=retry_after_s, last_error=error
+        )
+    pool = PoolSnapshot(state="open", workers=1, workers_max=64, starts=breaker)
     assert render.headline(pool) == f"open: 1 of 64 workers{told}"
 
 

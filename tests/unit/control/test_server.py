@@ -50,6 +50,7 @@ async def answer(request: messages.Request) -> messages.Response:
             raise StoreError("no such luck")
         case Stop(conversation_id="broken"):
             raise ZeroDivisionError
+    assert isinstance(request, Stop | messages.Reset | messages.Release)
     return Done(f"{request.conversation_id} {request.user_id}")
 
 
@@ -98,12 +99,11 @@ class Hosts:
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, state_dir: Path, **options: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(  # type: ignore[call-overload]
+    def start(self, state_dir: Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
             [sys.executable, "-c", HOST, str(state_dir), str(Path(__file__).parent)],
             stdout=subprocess.PIPE,
             text=True,
-            **options,
         )
         self.processes.append(process)
         return process
@@ -140,7 +140,9 @@ def test_a_supervisor_that_is_older_than_the_latest_fields_is_understood() -> No
     row = {"conversation_id": "c-1", "state": "idle"}
     pool = {"state": "open", "workers": 1, "workers_max": 64}
     old = {"sessions": [row], "supervisor_pid": 1, "version": "0", "started_at": "", "pool": pool}
-    (reply,) = wire.FrameDecoder(messages.Response).feed(wire.encode({"type": "PsReply", **old}))
+    decoder: wire.FrameDecoder[messages.Response] = wire.FrameDecoder(messages.Response)
+    (reply,) = decoder.feed(wire.encode({"type": "PsReply", **old}))
+    assert isinstance(reply, PsReply)
     (session,) = reply.sessions
     assert (session.restart_breaker, session.retry_after_s, session.quarantined, session.last_death) == (
         "closed",
@@ -148,13 +150,14 @@ def test_a_supervisor_that_is_older_than_the_latest_fields_is_understood() -> No
         (),
         None,
     )
-    assert reply.pool.starts is None
+    assert known(reply.pool).starts is None
 
 
 async def test_a_bug_in_the_handler_is_told(
     server: ControlServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (told,) = await ask(tmp_path, Stop("broken"))
+    assert isinstance(told.response, Failed)
     assert "ZeroDivisionError" in told.response.text
     assert "control request failed" in caplog.text
 
@@ -173,13 +176,13 @@ async def test_a_handler_that_takes_too_long_is_not_waited_for(server: ControlSe
 
 async def test_closing_hangs_up_and_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = ControlServer(tmp_path, answer)
-    where = await server.start()
+    where = known(await server.start())
     assert await server.start() == where
     waiting = asyncio.create_task(ask(tmp_path, Stop("late"), 20))
     await until(lambda: server._clients)
     await server.close()
     await server.close()
-    assert [a.problem.startswith("does not answer (") for a in await waiting] == [True]
+    assert [known(a.problem).startswith("does not answer (") for a in await waiting] == [True]
     assert caplog.text == ""
     assert list((tmp_path / "control").iterdir()) == []
     assert not where.exists()
@@ -212,7 +215,9 @@ def test_supervisors_of_one_state_dir_are_all_asked(hosts: Hosts, tmp_path: Path
     assert all(known(process.stdout).readline() for process in processes)
     answers = client.query(tmp_path, Ps(), 5)
     assert [a.supervisor_pid for a in answers] == sorted(process.pid for process in processes)
-    assert all(a.response.supervisor_pid == a.supervisor_pid for a in answers)
+    for each in answers:
+        assert isinstance(each.response, PsReply)
+        assert each.response.supervisor_pid == each.supervisor_pid
 
 
 def test_a_frozen_supervisor_costs_its_time_and_no_more(hosts: Hosts, tmp_path: Path) -> None:
@@ -315,7 +320,7 @@ async def test_any_state_dir_will_do(tmp_path: Path, name: str, monkeypatch: pyt
     state_dir = tmp_path / name
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     server = ControlServer(state_dir, answer)
-    where = await server.start()
+    where = known(await server.start())
     try:
         assert len(os.fsencode(where)) <= server_module.ADDRESS_BYTES_MAX
         assert stat.S_IMODE(where.stat().st_mode) == 0o600
@@ -394,6 +399,7 @@ async def test_what_is_no_request_gets_an_explanation(server: ControlServer, tmp
     with contextlib.suppress(ConnectionError):
         decoder: wire.FrameDecoder[messages.Response] = wire.FrameDecoder(messages.Response)
         (told,) = decoder.feed(await reader.read(10_000))
+        assert isinstance(told, Failed)
         assert "does not understand" in told.text
     writer.close()
     assert [a.problem for a in await ask(tmp_path, Ps())] == [None]
@@ -428,11 +434,12 @@ async def test_a_client_that_never_reads_holds_up_nobody(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(server_module, "REQUEST_TIMEOUT_S", 0.2)
     server = ControlServer(tmp_path, much)
-    where = await server.start()
+    where = known(await server.start())
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(where))
         deaf.sendall(wire.encode(Ps()))
         (told,) = await ask(tmp_path, Ps())
+        assert isinstance(told.response, Done)
         assert len(told.response.text) == 5_000_000
         await until(lambda: not server._clients)
     await server.close()
@@ -468,7 +475,7 @@ def test_a_strange_supervisor_is_no_trouble(hosts: Hosts, tmp_path: Path, said: 
         (told,) = client.query(tmp_path, Ps(), 5)
         thread.join()
     assert told.response is None
-    assert "answer" in told.problem
+    assert "answer" in known(told.problem)
 
 
 def test_a_supervisor_of_another_host_is_left_alone(hosts: Hosts, tmp_path: Path) -> None:
@@ -477,7 +484,7 @@ def test_a_supervisor_of_another_host_is_left_alone(hosts: Hosts, tmp_path: Path
     (pointer,) = (tmp_path / "control").glob("*.lock")
     where = Path(address(tmp_path))
     where.rename(where.with_name("away"))
-    assert "out of order" in client.query(tmp_path, Ps())[0].problem
+    assert "out of order" in known(client.query(tmp_path, Ps())[0].problem)
     with pointer.open("r+") as file:
         file.write("elsewhere\n" + str(where))
         file.truncate()

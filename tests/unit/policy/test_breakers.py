@@ -228,7 +228,7 @@ def test_a_budget_never_delays_the_first_deaths_and_never_shuts_out_for_good(
             restarts.note_completed()
             since_completed = 0
         else:
-            clock.now += happening
+            clock.now += float(happening)
         seen, error = restarts.snapshot(), refused(restarts.check)
         assert (seen.state == "open") == (error is not None) == (seen.retry_after_s is not None)
         assert seen.failures <= min(since_completed, 4)

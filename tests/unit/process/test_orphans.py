@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hermes_pool.process import orphans
 from hermes_pool.process.orphans import Orphans, Owner, end_session
 from hermes_pool.system import processes
 from hermes_pool.system.processes import IdentityCheck
-from tests.support import alive
+from tests.support import alive, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes show their environment on Linux")
 
@@ -99,14 +98,7 @@ def test_what_a_dead_supervisor_left_is_ended_and_told(tmp_path: Path, log: Log,
 
 
 def _child_of(pid: int) -> psutil.Process:
-    return _wait_for(lambda: [each for each in psutil.Process(pid).children() if each.name() == "sleep"])[0]
-
-
-def _wait_for(fact: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 5
-    while not (value := fact()):
-        assert time.monotonic() < end
-    return value
+    return wait_for(lambda: [each for each in psutil.Process(pid).children() if each.name() == "sleep"])[0]
 
 
 def test_what_a_living_supervisor_owns_is_not_touched(tmp_path: Path, log: Log, tool: Callable[..., int]) -> None:
@@ -223,7 +215,7 @@ def test_the_session_of_a_dead_worker_is_ended_and_no_other(tool: Callable[..., 
     elsewhere = tool("pool-1", "exec setsid sleep 300")
     foreign = tool("other-1")
     psutil.Process(leader).kill()
-    _wait_for(lambda: not alive(leader))
+    wait_for(lambda: not alive(leader))
     assert set(end_session(leader, created, "pool")) == set(family)
     assert alive(elsewhere)
     assert alive(foreign)

@@ -193,8 +193,9 @@ async def test_what_is_known_of_an_idle_session_decides_which_one_goes() -> None
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-def a_queue(*names: str) -> tuple[FairQueue, list[Waiter]]:
-    queue, waiters = FairQueue(), []
+def a_queue(*names: str) -> tuple[FairQueue[Waiter], list[Waiter]]:
+    queue: FairQueue[Waiter] = FairQueue()
+    waiters: list[Waiter] = []
     for name in names:
         user, _, conversation = name.rpartition("/")
         waiters.append(Waiter(cast("Any", Actor(cast("Any", None), conversation, user or None)), cast("Any", None)))

@@ -64,7 +64,7 @@ class Looks:
             raise OSError("too many open files")
         self.looks.append(len(workers))
         for session in self._sessions:
-            if session.worker in workers:
+            if session.worker is not None and session.worker in workers:
                 sample = Sample(at=0.0, state=ProcessState.SLEEPING, rss_bytes=session.mb * MB)
                 self._samples[session.worker] = (sample,)
 

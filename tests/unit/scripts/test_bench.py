@@ -9,7 +9,8 @@ from rich.console import Console
 SCRIPTS = str(Path(__file__).parents[3] / "scripts")
 sys.path.insert(0, SCRIPTS)
 try:
-    from _bench import cli, report
+    from _bench import report
+    from _bench.cli import in_fresh_process
     from _bench.metrics import HEAVY, METRICS, PEERS, SUBJECTS, Metric, Target
     from _bench.report import Found
     from _bench.stats import Summary, figure, percentile, ratio, with_range
@@ -107,13 +108,13 @@ def test_the_table_of_metrics_speaks_of_subjects_and_figures_that_exist() -> Non
 def test_a_subject_is_measured_in_a_process_of_its_own(
     metric: str, subject: str, options: dict[str, Any], figures: set[str]
 ) -> None:
-    found = cli.in_fresh_process(metric, subject, options, 30.0)
+    found = in_fresh_process(metric, subject, options, 30.0)
     assert set(found.get("values", found)) == figures
     assert all(value > 0 for value in found["values"].values())
 
 
 def test_a_subject_that_is_missing_or_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = cli.in_fresh_process("M1", "ours, nowhere", {}, 30.0)
+    found = in_fresh_process("M1", "ours, nowhere", {}, 30.0)
     assert found["lacking"].startswith("failed: KeyError")
-    found = cli.in_fresh_process("M3", "anyio", {"samples": 1}, 30.0)
+    found = in_fresh_process("M3", "anyio", {"samples": 1}, 30.0)
     assert found["lacking"].startswith(("cannot be told", "not installed"))

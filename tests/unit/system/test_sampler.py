@@ -119,9 +119,9 @@ def test_cpu_memory_and_condition_are_those_of_the_process(start: Callable[[], W
     worker.order("burn 0.3")
     worker.order("hold 50000000")
     after = look(sampler, worker)
-    assert 0.25 < after.own_cpu_s - before.own_cpu_s < 1
+    assert 0.25 < known(after.own_cpu_s) - known(before.own_cpu_s) < 1
     assert after.cpu_s == after.own_cpu_s
-    assert 40e6 < after.rss_bytes - before.rss_bytes < 80e6
+    assert 40e6 < known(after.rss_bytes) - known(before.rss_bytes) < 80e6
     assert after.at >= before.at
     assert sampler.samples(worker.identity) == (before, after)
 
@@ -131,7 +131,7 @@ def test_io_is_read_where_it_is_looked_at_closely(start: Callable[[], Worker]) -
     worker, sampler = start(), Sampler()
     before = look(sampler, worker)
     worker.order("write 3000000")
-    assert 3_000_000 <= look(sampler, worker).io_bytes - before.io_bytes < 3_100_000
+    assert 3_000_000 <= known(look(sampler, worker).io_bytes) - known(before.io_bytes) < 3_100_000
     worker.order("write 1")
     assert look(sampler, worker, attention=Attention.PASSING).io_bytes is None
 
@@ -145,7 +145,7 @@ def test_work_between_two_looks_is_seen_by_any_of_them(
     before = sampler.look({worker.identity: attention, idle.identity: attention})
     worker.order("burn 0.1")
     after = sampler.look({worker.identity: attention, idle.identity: attention})
-    assert after[worker.identity].cpu_s - before[worker.identity].cpu_s >= 0.08
+    assert known(after[worker.identity].cpu_s) - known(before[worker.identity].cpu_s) >= 0.08
     assert after[idle.identity].cpu_s == before[idle.identity].cpu_s
 
 
@@ -186,8 +186,8 @@ def test_descendants_are_counted_in_and_named_as_psutil_names_them(
     both = look(sampler, worker)
     assert both.descendants == ((pid, psutil.Process(pid).create_time()),)
     # Both grow while it starts.
-    until(lambda: look(sampler, worker).rss_bytes > alone.rss_bytes + 2_000_000)
-    until(lambda: (now := look(sampler, worker)).cpu_s > now.own_cpu_s)
+    until(lambda: known(look(sampler, worker).rss_bytes) > known(alone.rss_bytes) + 2_000_000)
+    until(lambda: known((now := look(sampler, worker)).cpu_s) > known(now.own_cpu_s))
     assert look(sampler, worker).descendants == both.descendants
     os.kill(pid, signal.SIGKILL)
     until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
@@ -267,7 +267,7 @@ def test_unique_memory_is_measured_above_the_mark_and_is_less_than_what_is_resid
     assert look(sampler, worker).unique_bytes is None
     assert look(sampler, worker, unique_above_bytes=2**40).unique_bytes is None
     sample = look(sampler, worker, unique_above_bytes=0)
-    assert 50_000_000 < sample.unique_bytes < sample.rss_bytes
+    assert 50_000_000 < known(sample.unique_bytes) < known(sample.rss_bytes)
 
 
 def test_unique_memory_is_measured_again_only_after_something_has_happened(start: Callable[[], Worker]) -> None:

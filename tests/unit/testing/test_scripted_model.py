@@ -37,10 +37,11 @@ def post(model: ScriptedModel, messages: list[dict[str, Any]], *, stream: bool =
     request = urllib.request.Request(model.url + "/chat/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=10) as response:
         assert "scripted" in response.headers["Server"]
-        return response.read().decode()
+        text: str = response.read().decode()
+        return text
 
 
-def deltas(stream: bool) -> list[dict[str, Any]]:
+def deltas(stream: str) -> list[dict[str, Any]]:
     chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     assert stream.endswith("data: [DONE]\n\n")
     assert chunks[-1]["usage"]["total_tokens"] > 0
@@ -144,13 +145,13 @@ def test_closing_is_prompt_with_a_request_that_hangs(text: str) -> None:
 
     def ask() -> None:
         with contextlib.suppress(OSError, HTTPException):
-            assert "[DONE]" not in post(model, user(text), stream=True)
+            assert "[DONE]" not in post(server, user(text), stream=True)
         left.set()
 
-    with ScriptedModel() as model:
+    with ScriptedModel() as server:
         asking = threading.Thread(target=ask)
         asking.start()
-        model.wait_for_request(1)
+        server.wait_for_request(1)
         assert not left.is_set()
         begun = time.monotonic()
     assert time.monotonic() - begun < 1

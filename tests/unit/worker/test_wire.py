@@ -160,7 +160,9 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(text: str, wired:
     frame = wire.encode(wire.Turn("t", 1, text))
     assert wire.FrameDecoder(wire.ToWorker).feed(frame) == [wire.Turn("t", 1, wired)]
     opened = wire.encode(wire.Open("c", options={text: [text, {"x": (text,)}]}))
-    (message,) = wire.FrameDecoder(wire.ToWorker).feed(opened)
+    decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker)
+    (message,) = decoder.feed(opened)
+    assert isinstance(message, wire.Open)
     assert message.options == {wired: [wired, {"x": [wired]}]}
 
 

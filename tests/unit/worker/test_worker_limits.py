@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from hermes_pool.system import processes
 from hermes_pool_worker import limits
 from tests.support import known
 
+STACKS = known(limits.STACKS_SIGNAL)
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has neither")
 PACKAGE = Path(limits.__file__).parent.parent
 
@@ -85,7 +87,7 @@ def test_without_limits_little_is_imported() -> None:
     [{"RLIMIT_NONSENSE": 1}, {"NOFILE": 1}, {"RLIMIT_NOFILE": "7"}, {"RLIMIT_NOFILE": -2}, {"RLIMIT_NOFILE": True}],
     ids=str,
 )
-def test_settings_know_the_names_and_want_numbers(wrong: dict) -> None:
+def test_settings_know_the_names_and_want_numbers(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="worker_rlimits"):
         PoolSettings(worker_rlimits=wrong)
     assert PoolSettings(worker_rlimits={"RLIMIT_CORE": 0, "RLIMIT_AS": -1})
@@ -107,7 +109,7 @@ def test_settings_know_the_names_and_want_numbers(wrong: dict) -> None:
     ],
     ids=str,
 )
-def test_settings_of_memory_that_make_no_sense(wrong: dict) -> None:
+def test_settings_of_memory_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=next(iter(wrong))):
         PoolSettings(**wrong)
 
@@ -180,9 +182,9 @@ def test_the_stacks_come_at_once_though_the_lock_is_held_in_c(
     assert os.read(known(process.stdout).fileno(), 1) == b"."
     while select.select([known(process.stdout)], [], [], 0.5)[0]:  # until no other thread gets to run
         assert os.read(known(process.stdout).fileno(), 65536)
-    assert processes.catches(process.pid, limits.STACKS_SIGNAL)
+    assert processes.catches(process.pid, STACKS)
     began = time.monotonic()
-    os.kill(process.pid, limits.STACKS_SIGNAL)
+    os.kill(process.pid, STACKS)
     stacks = stacks_of(written(process, b"in <module>", 5))
     took_s = time.monotonic() - began
     text = "\n".join(stacks)
@@ -195,8 +197,8 @@ def test_the_stacks_come_at_once_though_the_lock_is_held_in_c(
 def test_who_has_not_armed_is_not_to_be_asked(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
     process = start("import time; print('up', flush=True); time.sleep(60)")
     assert known(process.stdout).readline() == b"up\n"
-    assert not processes.catches(process.pid, limits.STACKS_SIGNAL)
-    assert not processes.catches(2**22 + 5, limits.STACKS_SIGNAL)
+    assert not processes.catches(process.pid, STACKS)
+    assert not processes.catches(2**22 + 5, STACKS)
 
 
 def test_a_tool_of_the_worker_does_not_inherit_it(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
@@ -205,7 +207,7 @@ def test_a_tool_of_the_worker_does_not_inherit_it(start: Callable[[str], subproc
     )
     tool = int(known(process.stdout).readline())
     deadline = time.monotonic() + 5
-    while processes.catches(tool, limits.STACKS_SIGNAL):  # until it has become the tool
+    while processes.catches(tool, STACKS):  # until it has become the tool
         assert time.monotonic() < deadline
         time.sleep(0.005)
     os.kill(tool, signal.SIGKILL)
@@ -220,8 +222,8 @@ def test_a_fork_inherits_it_with_its_own_standard_error(start: Callable[[str], s
     )
     fork = int(known(process.stdout).readline())
     try:
-        assert processes.catches(fork, limits.STACKS_SIGNAL)
-        os.kill(fork, limits.STACKS_SIGNAL)
+        assert processes.catches(fork, STACKS)
+        os.kill(fork, STACKS)
         assert "in in_the_fork" in "\n".join(stacks_of(written(process, b"in <module>", 5)))
     finally:
         os.kill(fork, signal.SIGKILL)
