@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 import psutil
 
-from hermes_pool import HermesSessionManager
+from hermes_pool import HermesPoolError, HermesSessionManager
 
 T = TypeVar("T")
 
@@ -44,6 +44,15 @@ def known(value: T | None) -> T:
     """The value, which has to be there."""
     assert value is not None
     return value
+
+
+def refused(check: Callable[..., None], *arguments: Any) -> Any:
+    """Return the error with which something is refused, or ``None`` where it is let in."""
+    try:
+        check(*arguments)
+    except HermesPoolError as error:
+        return error
+    return None
 
 
 @overload

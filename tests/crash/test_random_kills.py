@@ -1,17 +1,11 @@
 """Workers killed at random under load; ``scripts/storm`` is the same for as long as one likes."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = str(Path(__file__).parents[2] / "scripts")
-sys.path.insert(0, SCRIPTS)
-try:
-    from _storm import Launcher, Storm
-finally:
-    sys.path.remove(SCRIPTS)
+from _storm import Launcher, Storm
 
 pytestmark = pytest.mark.timeout(60)
 QUICK: dict[str, Any] = {"close_grace_s": 1.0, "term_grace_s": 0.5}

@@ -723,3 +723,14 @@ def test_operations_run_on_other_threads_than_the_loops(tmp_path: Path) -> None:
 
 def test_sqlite_itself_is_new_enough_for_these_tests() -> None:
     assert sqlite3.sqlite_version_info >= (3, 35)
+
+
+def test_it_is_imported_without_greenlet_and_without_a_driver() -> None:
+    program = """if True:
+        import sys
+        sys.modules["greenlet"] = None  # as if it were not installed
+        import hermes_pool.storage.store
+        sys.exit(len({"psycopg", "aiosqlite"} & set(sys.modules)))
+    """
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr

@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
-from hermes_pool import InvalidKeyError, PoolSettings, SessionKey, SettingsError
-from hermes_pool.process.environment import worker_environment
+from hermes_pool import (
+    InvalidKeyError,
+    PoolSettings,
+    SessionKey,
+    SettingsError,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +72,54 @@ def test_ids_that_are_fine(fine: str) -> None:
     assert SessionKey(fine, fine) == SessionKey(fine, fine)
 
 
-def test_the_environment_is_an_allow_list_and_what_the_settings_add(tmp_path: Path) -> None:
-    host = {
-        "PATH": "/bin",
-        "HOME": "/root",
-        "LANG": "C",
-        "DATABASE_URL": "secret",
-        "PYTHONPATH": "/jarvis",
-        "VIRTUAL_ENV": "/jarvis",
-        "HERMES_SESSION_ID": "another",
-        "HERMES_HOME": "/hosts",
-        "HTTPS_PROXY": "http://proxy",
-    }
-    plain = worker_environment(PoolSettings(), host)
-    assert set(plain) == {"PATH", "HOME", "LANG", "HTTPS_PROXY", "HERMES_HOME", "PYTHONUNBUFFERED", "PYTHONUTF8"}
-    own = worker_environment(PoolSettings(hermes_home=tmp_path, worker_env={"LANG": "de", "API_KEY": "k"}), host)
-    assert (own["HERMES_HOME"], own["LANG"], own["API_KEY"]) == (str(tmp_path), "de", "k")
+@pytest.mark.parametrize(
+    "wrong",
+    [{"RLIMIT_NONSENSE": 1}, {"NOFILE": 1}, {"RLIMIT_NOFILE": "7"}, {"RLIMIT_NOFILE": -2}, {"RLIMIT_NOFILE": True}],
+    ids=str,
+)
+def test_settings_know_the_names_and_want_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="worker_rlimits"):
+        PoolSettings(worker_rlimits=wrong)
+    assert PoolSettings(worker_rlimits={"RLIMIT_CORE": 0, "RLIMIT_AS": -1})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"memory_warn_bytes": 0},
+        {"memory_warn_bytes": 2, "memory_recycle_bytes": 1},
+        {"memory_recycle_bytes": 2, "memory_kill_bytes": 1},
+        {"memory_warn_bytes": 2, "memory_kill_bytes": 1},
+        {"memory_total_bytes": -1},
+        {"memory_total_low": 0},
+        {"memory_total_low": 1.1},
+        {"worker_age_max_s": 0},
+        {"sample_s": 0},
+        {"wedged_after_s": float("nan")},
+    ],
+    ids=str,
+)
+def test_settings_of_memory_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=next(iter(wrong))):
+        PoolSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"restarts_in_window_max": 0},
+        {"restarts_window_s": 0},
+        {"restart_backoff_s": 0},
+        {"restart_backoff_s": 61},
+        {"restart_backoff_max_s": float("nan")},
+        {"quarantine_after": -1},
+        {"start_failures_max": 0},
+        {"start_probe_s": -1},
+        {"start_probe_s": 121},
+        {"start_probe_max_s": 0},
+    ],
+    ids=str,
+)
+def test_settings_of_breakers_that_make_no_sense_are_refused_and_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=next(iter(wrong))):
+        PoolSettings(**wrong)

@@ -2,18 +2,13 @@
 
 import dataclasses
 import io
-import json
-import os
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from hermes_pool.cli import app, chat, render, view
+from hermes_pool.cli import render
 from hermes_pool.crash_report import DeathReport
-from hermes_pool.errors import SettingsError
-from hermes_pool.settings import PoolSettings
 from hermes_pool.snapshot import BreakerSnapshot, PoolSnapshot, SessionSnapshot
 from tests.support import known
 
@@ -253,66 +248,3 @@ def test_shortened_ids_fit_and_keep_both_ends(text: str, cells: int) -> None:
     assert cell_len(short) <= cells
     if cells >= 6:
         assert short == text or (short[0] == text[0] and short[-1] == text[-1])
-
-
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
-def test_settings_come_from_variables_by_the_type_of_the_field(tmp_path: Path) -> None:
-    settings = app.settings_from(
-        {
-            "HERMES_POOL_STATE_DIR": str(tmp_path),
-            "HERMES_POOL_WORKERS_MAX": "3",
-            "HERMES_POOL_IDLE_TIMEOUT_S": "1.5",
-            "HERMES_POOL_AGENT_PATHS": os.pathsep.join(["/a", "/b"]),
-            "HERMES_POOL_AGENT_OPTIONS": '{"model": "m", "toolsets": ["x"]}',
-            "HERMES_POOL_HERMES_HOME": "/h",
-            "HERMES_POOL_DATABASE_URL": "",
-            "HERMES_POOL_WORKER": "the marker of a worker, no setting",
-            "HERMES_POOL_BUSY": "reject",
-        },
-        agent="echo",
-        hermes_home=None,
-    )
-    assert settings == PoolSettings(
-        agent="echo", state_dir=tmp_path, workers_max=3, idle_timeout_s=1.5, agent_paths=("/a", "/b"), busy="reject",
-        agent_options={"model": "m", "toolsets": ["x"]}, hermes_home=Path("/h"),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("WORKERS_MAX", "many"), ("WORKERS_MAX", "0"), ("IDLE_TIMEOUT_S", "nan"), ("AGENT_OPTIONS", "[1]"),
-     ("AGENT_OPTIONS", "{"), ("BUSY", "maybe"), ("AGENT", "nobody"), ("WORKER_ENV", '{"a=b": "c"}')],
-)  # fmt: skip
-def test_a_variable_that_makes_no_sense_is_named(name: str, text: str) -> None:
-    with pytest.raises(SettingsError, match=f"HERMES_POOL_{name}"):
-        app.settings_from({f"HERMES_POOL_{name}": text})
-
-
-def test_what_is_given_needs_no_sound_variable(tmp_path: Path) -> None:
-    assert app.settings_from({"HERMES_POOL_AGENT": "nobody"}, agent="echo").agent == "echo"
-
-
-# --- the rest ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_object_of_ps_has_every_field_and_is_plain_ascii() -> None:
-    row = dataclasses.replace(FULL, conversation_id=HOSTILE)
-    text = json.dumps(view.View("stored", [view.Supervisor(1, problem="x")], [row]).as_object())
-    assert text.isascii()
-    assert set(json.loads(text)["sessions"][0]) == {field.name for field in dataclasses.fields(SessionSnapshot)}
-
-
-def test_a_database_that_is_not_there_is_nothing_stored(tmp_path: Path) -> None:
-    assert view.stored_sessions(PoolSettings(state_dir=tmp_path / "none")) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "free", "chosen"),
-    [("2", False, "deny"), ("ONCE", False, "once"), ("3", False, None), ("", False, None), ("maybe", True, "maybe"),
-     ("", True, None), ("\u00b2", False, None)],
-)  # fmt: skip
-def test_a_choice_is_made_by_number_or_word(line: str, free: bool, chosen: str | None) -> None:
-    assert chat.chosen(line, ["once", "deny"], free=free) == chosen

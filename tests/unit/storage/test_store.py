@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 import uuid
 from types import SimpleNamespace
 from typing import Any
@@ -174,14 +172,3 @@ async def test_an_id_that_the_table_cannot_have_is_an_invalid_key(kind: type, go
         await store.load(SessionKey(bad))
     await store.close()
     engine.dispose()
-
-
-def test_it_is_imported_without_greenlet_and_without_a_driver() -> None:
-    program = """if True:
-        import sys
-        sys.modules["greenlet"] = None  # as if it were not installed
-        import hermes_pool.storage.store
-        sys.exit(len({"psycopg", "aiosqlite"} & set(sys.modules)))
-    """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr

@@ -1,8 +1,5 @@
 import contextlib
 import json
-import re
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -15,7 +12,6 @@ from typing import Any
 import pytest
 
 from hermes_pool.testing.scripted_model import CONTEXT_TOKENS, MODEL_ID, ScriptedModel, reply_to, write_hermes_home
-from tests.support import known
 
 
 @pytest.fixture
@@ -164,15 +160,3 @@ def test_a_home_for_hermes(tmp_path: Path) -> None:
     config = (home / "config.yaml").read_text()
     assert '  base_url: "http://127.0.0.1:1/v1"' in config
     assert "  default: scripted" in config
-
-
-def test_as_a_program() -> None:
-    command = [sys.executable, "-m", "hermes_pool.testing.scripted_model", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            url = known(process.stdout).readline().strip()
-            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url)
-            with urllib.request.urlopen(url + "/models", timeout=10) as response:
-                assert response.status == 200
-        finally:
-            process.terminate()

@@ -8,11 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hermes_pool import PoolSettings, SettingsError
 from hermes_pool.policy.liveness import stacks_of
 from hermes_pool.system import processes
 from hermes_pool_worker import limits
@@ -80,38 +78,6 @@ def test_without_limits_little_is_imported() -> None:
         "print(sorted({'resource', 'faulthandler', 'signal', 'msgspec', 'threading', 'traceback'} & set(sys.modules)))"
     )
     assert done.stdout == "['faulthandler', 'signal']\n"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"RLIMIT_NONSENSE": 1}, {"NOFILE": 1}, {"RLIMIT_NOFILE": "7"}, {"RLIMIT_NOFILE": -2}, {"RLIMIT_NOFILE": True}],
-    ids=str,
-)
-def test_settings_know_the_names_and_want_numbers(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match="worker_rlimits"):
-        PoolSettings(worker_rlimits=wrong)
-    assert PoolSettings(worker_rlimits={"RLIMIT_CORE": 0, "RLIMIT_AS": -1})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"memory_warn_bytes": 0},
-        {"memory_warn_bytes": 2, "memory_recycle_bytes": 1},
-        {"memory_recycle_bytes": 2, "memory_kill_bytes": 1},
-        {"memory_warn_bytes": 2, "memory_kill_bytes": 1},
-        {"memory_total_bytes": -1},
-        {"memory_total_low": 0},
-        {"memory_total_low": 1.1},
-        {"worker_age_max_s": 0},
-        {"sample_s": 0},
-        {"wedged_after_s": float("nan")},
-    ],
-    ids=str,
-)
-def test_settings_of_memory_that_make_no_sense(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match=next(iter(wrong))):
-        PoolSettings(**wrong)
 
 
 # --- stacks -----------------------------------------------------------------------------------------------------------
