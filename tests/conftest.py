@@ -14,6 +14,17 @@ import pytest
 from hermes_pool import HermesSessionManager, PoolSettings
 from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, children, descriptors, until
 
+collect_ignore: list[str] = []
+if sys.platform != "linux":
+    collect_ignore += ["crash"]  # faults are put in, and looked for, by way of zygotes, signals and /proc
+if sys.platform == "win32":
+    collect_ignore += [
+        "integration/test_cli.py",  # has terminals as Unix has them
+        "integration/test_control.py",  # has sockets in files
+        "integration/test_worker_limits.py",  # has rlimits and signals
+        "unit/control",  # has sockets in files
+    ]
+
 QUICK = {
     "agent": "echo",
     "idle_sweep_s": 0.1,

@@ -1,4 +1,7 @@
-"""What the tests of faults ask the outside: the process table, the database file, the loop, the host's own memory."""
+"""What the tests of faults ask the outside: the process table, the database file, the loop, the host's own memory.
+
+It reads what only Linux has, as these tests do; nothing here is collected elsewhere (see ``tests/conftest.py``).
+"""
 
 import asyncio
 import gc

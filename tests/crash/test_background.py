@@ -1,4 +1,4 @@
-"""The turn is over, the work is not: it keeps its worker, up to a cap, and its end is of no turn (CASES C29)."""
+"""The turn is over, the work is not: it keeps its worker, up to a cap, and its end is of no turn."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Bytes stay bytes and no character ends a worker, whatever the locale (CASES C55, C57)."""
+"""Bytes stay bytes and no character ends a worker, whatever the locale."""
 
 import logging
 from pathlib import Path

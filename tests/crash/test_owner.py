@@ -1,4 +1,4 @@
-"""Nothing outlives its owner: supervisors, zygotes and guardians that are killed, alone and together (CASES C16)."""
+"""Nothing outlives its owner: supervisors, zygotes and guardians that are killed, alone and together."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Wanted ends are no crashes, deaf workers are bounded, and states are true afterwards (CASES C21)."""
+"""Wanted ends are no crashes, deaf workers are bounded, and states are true afterwards."""
 
 import asyncio
 import os

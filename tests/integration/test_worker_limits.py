@@ -17,7 +17,6 @@ from hermes_pool_worker import limits
 from tests.support import known
 
 STACKS = known(limits.STACKS_SIGNAL)
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has neither")
 PACKAGE = Path(limits.__file__).parent.parent
 
 RUN = f"""
