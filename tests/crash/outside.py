@@ -18,10 +18,21 @@ import psutil
 
 from hermes_pool import HermesSessionManager
 from hermes_pool.snapshot import SessionSnapshot
+from tests.support import until
 
 
 async def row_of(pool: HermesSessionManager, conversation_id: str) -> SessionSnapshot:
     return next(row for row in await pool.sessions() if row.conversation_id == conversation_id)
+
+
+async def row_when_stopped(pool: HermesSessionManager, conversation_id: str) -> SessionSnapshot:
+    """The row of a conversation whose worker has ended, once the pool has seen it: the process table is quicker."""
+
+    async def stopped() -> SessionSnapshot | None:
+        row = await row_of(pool, conversation_id)
+        return row if row.state == "stopped" else None
+
+    return await until(stopped, "the pool to see that the worker has ended")
 
 
 async def process_of(pool: HermesSessionManager, conversation_id: str) -> psutil.Process:
