@@ -4,14 +4,14 @@ import asyncio
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from hermes_pool import HermesSessionManager, PoolSettings
+from hermes_pool import BackgroundFinished, ConversationStore, HermesSessionManager, PoolSettings, SessionKey
 from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, children, descriptors, until
 
 collect_ignore: list[str] = []
@@ -59,7 +59,12 @@ async def open_pool(tmp_path: Path, nothing_left: None) -> AsyncIterator[OpenPoo
     """Open pools with quick settings; each is closed at the end, and its tasks must be gone."""
     pools: list[HermesSessionManager] = []
 
-    async def open_one(*, store: Any = None, on_background: Any = None, **settings: Any) -> HermesSessionManager:
+    async def open_one(
+        *,
+        store: ConversationStore | None = None,
+        on_background: Callable[[SessionKey, BackgroundFinished], None] | None = None,
+        **settings: Any,
+    ) -> HermesSessionManager:
         # A program of a test's own in the interpreter's place is no zygote.
         launcher = {"launcher": "spawn"} if "worker_python" in settings else {}
         values = {"state_dir": tmp_path / "state", **QUICK, **launcher, **settings}

@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,7 +101,7 @@ HOST = """
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Any:
+def host(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a program as a host of its own; whatever is below it is ended at last."""
     started: list[subprocess.Popen[str]] = []
 

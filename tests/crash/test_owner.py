@@ -11,7 +11,7 @@ import sys
 import textwrap
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,12 +110,15 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
+StartHost = Callable[..., Awaitable[Host]]
+
+
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def host(tmp_path: Path) -> Iterator[StartHost]:
     """Start a program with a pool whose tools hide; end at last whatever of it is still there."""
     hosts: list[Host] = []
 
-    def start(launcher: str, texts: list[str], *more: str, agent: str = "leaves_all_kinds_of_tools") -> Any:
+    def start(launcher: str, texts: list[str], *more: str, agent: str = "leaves_all_kinds_of_tools") -> Awaitable[Host]:
         file = tmp_path / f"host{len(hosts)}.py"
         file.write_text(textwrap.dedent(HOST))
         settings = {
@@ -151,21 +154,21 @@ EVERY_KIND = [f"tool {hides}".strip() + " " for hides in HIDES] + ["tool setsid 
 
 @LAUNCHERS
 async def test_when_the_host_is_killed_in_a_turn_every_tool_goes_however_it_hides(
-    host: Callable[..., Any], launcher: str
+    host: StartHost, launcher: str
 ) -> None:
     one = await host(launcher, EVERY_KIND)
     await one.kill()
     await one.nothing_left()
 
 
-async def test_when_host_and_zygote_are_killed_together_every_tool_goes_all_the_same(host: Callable[..., Any]) -> None:
+async def test_when_host_and_zygote_are_killed_together_every_tool_goes_all_the_same(host: StartHost) -> None:
     one = await host("zygote", EVERY_KIND)
     await one.kill("zygote")
     await one.nothing_left()
 
 
 async def test_when_host_and_guardian_are_killed_together_the_zygote_sees_to_every_tool(
-    host: Callable[..., Any],
+    host: StartHost,
 ) -> None:
     one = await host("zygote", EVERY_KIND)
     await one.kill("guardian")
@@ -174,7 +177,7 @@ async def test_when_host_and_guardian_are_killed_together_the_zygote_sees_to_eve
 
 @pytest.mark.parametrize("killed", [("zygote", "guardian"), ("guardian",)])
 async def test_what_nobody_is_left_to_end_the_next_start_ends(
-    open_pool: OpenPool, host: Callable[..., Any], killed: tuple[str, ...]
+    open_pool: OpenPool, host: StartHost, killed: tuple[str, ...]
 ) -> None:
     launcher = "zygote" if "zygote" in killed else "spawn"
     one = await host(launcher, ["tool setsid daemon deaf"])
@@ -191,7 +194,7 @@ async def test_what_nobody_is_left_to_end_the_next_start_ends(
 @LAUNCHERS
 @pytest.mark.parametrize("killed", [(), ("guardian",)])
 async def test_a_worker_that_holds_the_interpreter_with_all_signals_blocked_dies_with_its_host(
-    host: Callable[..., Any], launcher: str, killed: tuple[str, ...]
+    host: StartHost, launcher: str, killed: tuple[str, ...]
 ) -> None:
     one = await host(launcher, ["hold"], agent="holds_the_gil")
     await one.kill(*killed)
@@ -200,7 +203,7 @@ async def test_a_worker_that_holds_the_interpreter_with_all_signals_blocked_dies
 
 @pytest.mark.parametrize(("launcher", "killed"), [("zygote", ()), ("zygote", ("guardian",)), ("spawn", ())])
 async def test_a_fork_of_the_host_does_not_keep_its_workers(
-    host: Callable[..., Any], launcher: str, killed: tuple[str, ...]
+    host: StartHost, launcher: str, killed: tuple[str, ...]
 ) -> None:
     one = await host(launcher, ["tool setsid"], "fork")
     (fork,) = [each for each in one.family if _command(each) == _command(psutil.Process(one.popen.pid))]
@@ -214,9 +217,7 @@ async def test_a_fork_of_the_host_does_not_keep_its_workers(
 
 
 @LAUNCHERS
-async def test_an_event_loop_that_ends_without_close_takes_everything_with_it(
-    host: Callable[..., Any], launcher: str
-) -> None:
+async def test_an_event_loop_that_ends_without_close_takes_everything_with_it(host: StartHost, launcher: str) -> None:
     one = await host(launcher, EVERY_KIND[:-1])
     print(file=one.popen.stdin, flush=True)
     await one.nothing_left()
