@@ -18,7 +18,7 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from tests.support import OpenPool, alive, children, descriptors, until
+from tests.support import OpenPool, alive, children, descriptors, known, until
 
 AGENTS = str(Path(__file__).parent.parent / "integration" / "agents")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -43,7 +43,7 @@ async def test_starts_and_ends_of_all_kinds_leave_nothing(
             case 1:
                 assert await session.hibernate(0.0)
             case 2:
-                os.kill(session.snapshot().pid, signal.SIGKILL)  # type: ignore[arg-type]
+                os.kill(known(session.snapshot().pid), signal.SIGKILL)
                 await until(lambda: session.at_rest, "the death to be seen")
 
     async def cycles_from(first: int) -> None:

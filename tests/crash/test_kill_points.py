@@ -27,7 +27,7 @@ from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, lines, process_of, row_of
-from tests.support import Faulty, FaultyProgram, OpenPool, Pool, until
+from tests.support import Faulty, FaultyProgram, OpenPool, Pool, known, until
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -325,7 +325,7 @@ async def test_a_worker_that_is_dead_before_it_is_taken_over(
             await open_connection(connection, *arguments)
             if not doomed:
                 doomed.append(connection)
-                process = psutil.Process(connection.process.pid)  # type: ignore[union-attr]
+                process = psutil.Process(known(connection.process).pid)
                 process.kill()
                 _until_dead_without_a_turn_of_the_loop(process)
 
@@ -355,7 +355,7 @@ async def test_a_replacement_that_dies_the_moment_it_is_taken_over_ends_the_turn
         def ready_and_killed(session: Session, opened: wire.Opened) -> None:
             worker_ready(session, opened)
             if not killed:
-                killed.append(psutil.Process(session.slot.connection.process.pid))  # type: ignore[union-attr]
+                killed.append(psutil.Process(known(known(session.slot.connection).process).pid))
                 killed[0].kill()
                 _until_dead_without_a_turn_of_the_loop(killed[0])
 

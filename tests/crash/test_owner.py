@@ -352,8 +352,7 @@ def _descriptors_of_pipes() -> list[str]:
 APP = """
     import asyncio, os
     from contextlib import asynccontextmanager
-    from functools import partial
-from pathlib import Path
+    from pathlib import Path
     from fastapi import FastAPI
     from hermes_pool import HermesSessionManager, PoolSettings
 

@@ -51,7 +51,7 @@ def test_settings_are_frozen_and_their_paths_absolute(tmp_path: Path, monkeypatc
     assert settings.hermes_home == tmp_path / "home"
     assert settings.store_url == f"sqlite:///{tmp_path}/here/hermes-pool.db"
     with pytest.raises(FrozenInstanceError):
-        settings.agent = "echo"  # type: ignore[misc]
+        settings.agent = "echo"  # type: ignore[misc] # the fault
 
 
 def test_secrets_in_the_environment_are_not_in_the_repr() -> None:

@@ -10,7 +10,7 @@ from hermes_pool_worker.echo import EchoAgent
 class Agent(EchoAgent):
     def __init__(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        setattr(stdio, "leave", lambda *_: None)  # noqa: B010 - XX
+        stdio.leave = lambda *_: None  # type: ignore[assignment] # the fault: it does not
         super().__init__()
 
     def turn(self, text: str, turn: RunningTurn) -> Outcome:

@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -14,16 +15,16 @@ class Host:
 
 
 def new_turn(name: str = "t") -> Turn:
-    turn = Turn(Host(), name, "text", events_waiting_max=10)  # type: ignore[arg-type]
+    turn = Turn(Host(), name, "text", events_waiting_max=10)  # type: ignore[arg-type] # it asks its host nothing here
     turn.began_at = turn.heard_at = asyncio.get_running_loop().time()
     return turn
 
 
-async def watched(turn_work: object) -> list[tuple[str, str, float]]:
+async def watched(turn_work: Callable[[TurnDeadlines], Awaitable[None]]) -> list[tuple[str, str, float]]:
     loop = asyncio.get_running_loop()
     began, how = loop.time(), []
     clocks = TurnDeadlines(SETTINGS, lambda turn, limit, _: how.append((turn.turn_id, limit, loop.time() - began)))
-    await turn_work(clocks)  # type: ignore[operator]
+    await turn_work(clocks)
     clocks.stop()
     return how
 
@@ -73,7 +74,7 @@ def test_a_turn_that_has_ended_is_watched_no_more_and_the_next_has_its_own_time(
         first = new_turn("first")
         clocks.watch(first)
         await asyncio.sleep(500)
-        first.outcome = TimeoutError()  # type: ignore[assignment]
+        first.outcome = TimeoutError()  # type: ignore[assignment] # any outcome will do
         second = new_turn("second")
         clocks.watch(second)
         await asyncio.sleep(3600)
@@ -87,7 +88,7 @@ def test_one_timer_serves_many_turns() -> None:
         for _ in range(100):
             turn = new_turn()
             clocks.watch(turn)
-            turn.outcome = TimeoutError()  # type: ignore[assignment]
-        assert len(loop._scheduled) == 1  # type: ignore[attr-defined]
+            turn.outcome = TimeoutError()  # type: ignore[assignment] # any outcome will do
+        assert len(loop._scheduled) == 1  # type: ignore[attr-defined] # asyncio's own list of timers
 
     assert virtual_time.run(watched(work)) == []
