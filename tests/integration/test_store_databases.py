@@ -68,7 +68,7 @@ async def store(database: Database) -> AsyncIterator[ConversationStore]:
     await own.close()
 
 
-def put(database: Database, state: str | None, conversation_id: str = KEY.conversation_id) -> None:
+def put(database: Database, state: str | bytes | None, conversation_id: str = KEY.conversation_id) -> None:
     database.sql("INSERT INTO conversation (id, agent_state) VALUES (?, ?)", conversation_id, state)
 
 
