@@ -1,165 +1,91 @@
 """One long-lived Hermes Agent worker process per conversation, supervised from asyncio. Start at ``manager``.
 
-Names are imported when they are first used: whoever only looks (``hermes-pool ps``) need not wait for SQLAlchemy.
+The public names are those that are imported here under their own name. What is light is imported at once. The rest is
+imported when it is first asked for, since ``hermes-pool ps`` needs neither asyncio nor SQLAlchemy, and would otherwise
+take twice as long.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+from hermes_pool.crash_report import DeathReport as DeathReport
+from hermes_pool.errors import AgentFailedError as AgentFailedError
+from hermes_pool.errors import ConversationBusyError as ConversationBusyError
+from hermes_pool.errors import HermesPoolError as HermesPoolError
+from hermes_pool.errors import InvalidKeyError as InvalidKeyError
+from hermes_pool.errors import InvalidMessageError as InvalidMessageError
+from hermes_pool.errors import MessageQuarantinedError as MessageQuarantinedError
+from hermes_pool.errors import MessageTooLargeError as MessageTooLargeError
+from hermes_pool.errors import NoCapacityError as NoCapacityError
+from hermes_pool.errors import PoolClosedError as PoolClosedError
+from hermes_pool.errors import PoolDrainingError as PoolDrainingError
+from hermes_pool.errors import PoolFullError as PoolFullError
+from hermes_pool.errors import PoolPausedError as PoolPausedError
+from hermes_pool.errors import PoolUnavailableError as PoolUnavailableError
+from hermes_pool.errors import PoolUnusableError as PoolUnusableError
+from hermes_pool.errors import RestartBackoffError as RestartBackoffError
+from hermes_pool.errors import SettingsError as SettingsError
+from hermes_pool.errors import StateDirError as StateDirError
+from hermes_pool.errors import StateNotWritableError as StateNotWritableError
+from hermes_pool.errors import StoreError as StoreError
+from hermes_pool.errors import TurnCancelledError as TurnCancelledError
+from hermes_pool.errors import TurnError as TurnError
+from hermes_pool.errors import TurnInterruptedError as TurnInterruptedError
+from hermes_pool.errors import TurnTimeoutError as TurnTimeoutError
+from hermes_pool.errors import WorkerCrashedError as WorkerCrashedError
+from hermes_pool.errors import WorkerDiedError as WorkerDiedError
+from hermes_pool.errors import WorkerStartError as WorkerStartError
+from hermes_pool.errors import WorkerStartTimeoutError as WorkerStartTimeoutError
+from hermes_pool.errors import WorkerUnusableError as WorkerUnusableError
+from hermes_pool.scheduling.pool_state import Drained as Drained
+from hermes_pool.scheduling.pool_state import PoolState as PoolState
+from hermes_pool.settings import MemoryLimits as MemoryLimits
+from hermes_pool.settings import PoolSettings as PoolSettings
+from hermes_pool.settings import QueueLimits as QueueLimits
+from hermes_pool.settings import RestartPolicy as RestartPolicy
+from hermes_pool.settings import SessionKey as SessionKey
+from hermes_pool.settings import StartPolicy as StartPolicy
+from hermes_pool.settings import Timeouts as Timeouts
+from hermes_pool.snapshot import BreakerSnapshot as BreakerSnapshot
+from hermes_pool.snapshot import BreakerState as BreakerState
+from hermes_pool.snapshot import PoolSnapshot as PoolSnapshot
+from hermes_pool.snapshot import SessionSnapshot as SessionSnapshot
+from hermes_pool.storage.record import SessionRecord as SessionRecord
+from hermes_pool_worker.wire import BackgroundFinished as BackgroundFinished
+from hermes_pool_worker.wire import Question as Question
+from hermes_pool_worker.wire import ReasoningDelta as ReasoningDelta
+from hermes_pool_worker.wire import SessionMoved as SessionMoved
+from hermes_pool_worker.wire import Status as Status
+from hermes_pool_worker.wire import TextDelta as TextDelta
+from hermes_pool_worker.wire import ToolFinished as ToolFinished
+from hermes_pool_worker.wire import ToolStarted as ToolStarted
+from hermes_pool_worker.wire import TurnEvent as TurnEvent
 
 if TYPE_CHECKING:
-    from hermes_pool.conversation.turn import Reply, Turn
-    from hermes_pool.crash_report import DeathReport
-    from hermes_pool.errors import (
-        AgentFailedError,
-        ConversationBusyError,
-        HermesPoolError,
-        InvalidKeyError,
-        InvalidMessageError,
-        MessageQuarantinedError,
-        MessageTooLargeError,
-        NoCapacityError,
-        PoolClosedError,
-        PoolDrainingError,
-        PoolFullError,
-        PoolPausedError,
-        PoolUnavailableError,
-        PoolUnusableError,
-        RestartBackoffError,
-        SettingsError,
-        StateNotWritableError,
-        StoreError,
-        TurnCancelledError,
-        TurnError,
-        TurnInterruptedError,
-        TurnTimeoutError,
-        WorkerCrashedError,
-        WorkerStartError,
-        WorkerStartTimeoutError,
-        WorkerUnusableError,
-    )
-    from hermes_pool.manager import HermesSessionManager
-    from hermes_pool.process.connection import Stopped
-    from hermes_pool.scheduling.pool_state import Drained
-    from hermes_pool.settings import PoolSettings, SessionKey
-    from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
-    from hermes_pool.storage.store import Conversation, ConversationStore
-    from hermes_pool_worker.wire import (
-        BackgroundFinished,
-        Question,
-        ReasoningDelta,
-        SessionMoved,
-        Status,
-        TextDelta,
-        ToolFinished,
-        ToolStarted,
-    )
+    from hermes_pool.conversation.reply import Reply as Reply
+    from hermes_pool.conversation.turn import Turn as Turn
+    from hermes_pool.manager import HermesSessionManager as HermesSessionManager
+    from hermes_pool.process.death import Stopped as Stopped
+    from hermes_pool.process.launcher import Exit as Exit
+    from hermes_pool.storage.store import Conversation as Conversation
+    from hermes_pool.storage.store import ConversationStore as ConversationStore
+else:  # the same names once more, and where to find them; a test compares the two
+    _LATER = {
+        "Conversation": "hermes_pool.storage.store",
+        "ConversationStore": "hermes_pool.storage.store",
+        "Exit": "hermes_pool.process.launcher",
+        "HermesSessionManager": "hermes_pool.manager",
+        "Reply": "hermes_pool.conversation.reply",
+        "Stopped": "hermes_pool.process.death",
+        "Turn": "hermes_pool.conversation.turn",
+    }
 
-_HOME = {
-    "AgentFailedError": "hermes_pool.errors",
-    "BackgroundFinished": "hermes_pool_worker.wire",
-    "Conversation": "hermes_pool.storage.store",
-    "ConversationBusyError": "hermes_pool.errors",
-    "ConversationStore": "hermes_pool.storage.store",
-    "DeathReport": "hermes_pool.crash_report",
-    "Drained": "hermes_pool.scheduling.pool_state",
-    "HermesPoolError": "hermes_pool.errors",
-    "HermesSessionManager": "hermes_pool.manager",
-    "InvalidKeyError": "hermes_pool.errors",
-    "InvalidMessageError": "hermes_pool.errors",
-    "MessageQuarantinedError": "hermes_pool.errors",
-    "MessageTooLargeError": "hermes_pool.errors",
-    "NoCapacityError": "hermes_pool.errors",
-    "PoolClosedError": "hermes_pool.errors",
-    "PoolDrainingError": "hermes_pool.errors",
-    "PoolFullError": "hermes_pool.errors",
-    "PoolPausedError": "hermes_pool.errors",
-    "PoolSettings": "hermes_pool.settings",
-    "PoolSnapshot": "hermes_pool.snapshot",
-    "PoolUnavailableError": "hermes_pool.errors",
-    "PoolUnusableError": "hermes_pool.errors",
-    "Question": "hermes_pool_worker.wire",
-    "ReasoningDelta": "hermes_pool_worker.wire",
-    "Reply": "hermes_pool.conversation.turn",
-    "RestartBackoffError": "hermes_pool.errors",
-    "SessionKey": "hermes_pool.settings",
-    "SessionMoved": "hermes_pool_worker.wire",
-    "SessionSnapshot": "hermes_pool.snapshot",
-    "SettingsError": "hermes_pool.errors",
-    "StateNotWritableError": "hermes_pool.errors",
-    "Status": "hermes_pool_worker.wire",
-    "Stopped": "hermes_pool.process.connection",
-    "StoreError": "hermes_pool.errors",
-    "TextDelta": "hermes_pool_worker.wire",
-    "ToolFinished": "hermes_pool_worker.wire",
-    "ToolStarted": "hermes_pool_worker.wire",
-    "Turn": "hermes_pool.conversation.turn",
-    "TurnCancelledError": "hermes_pool.errors",
-    "TurnError": "hermes_pool.errors",
-    "TurnInterruptedError": "hermes_pool.errors",
-    "TurnTimeoutError": "hermes_pool.errors",
-    "WorkerCrashedError": "hermes_pool.errors",
-    "WorkerStartError": "hermes_pool.errors",
-    "WorkerStartTimeoutError": "hermes_pool.errors",
-    "WorkerUnusableError": "hermes_pool.errors",
-}
-"""The module of each public name."""
+    def __getattr__(name: str) -> _Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(_import_module(_LATER[name]), name)
+        return value
 
-__all__ = [
-    "AgentFailedError",
-    "BackgroundFinished",
-    "Conversation",
-    "ConversationBusyError",
-    "ConversationStore",
-    "DeathReport",
-    "Drained",
-    "HermesPoolError",
-    "HermesSessionManager",
-    "InvalidKeyError",
-    "InvalidMessageError",
-    "MessageQuarantinedError",
-    "MessageTooLargeError",
-    "NoCapacityError",
-    "PoolClosedError",
-    "PoolDrainingError",
-    "PoolFullError",
-    "PoolPausedError",
-    "PoolSettings",
-    "PoolSnapshot",
-    "PoolUnavailableError",
-    "PoolUnusableError",
-    "Question",
-    "ReasoningDelta",
-    "Reply",
-    "RestartBackoffError",
-    "SessionKey",
-    "SessionMoved",
-    "SessionSnapshot",
-    "SettingsError",
-    "StateNotWritableError",
-    "Status",
-    "Stopped",
-    "StoreError",
-    "TextDelta",
-    "ToolFinished",
-    "ToolStarted",
-    "Turn",
-    "TurnCancelledError",
-    "TurnError",
-    "TurnInterruptedError",
-    "TurnTimeoutError",
-    "WorkerCrashedError",
-    "WorkerStartError",
-    "WorkerStartTimeoutError",
-    "WorkerUnusableError",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATER})

@@ -1,4 +1,4 @@
-"""``python -m hermes_pool`` is the command line ``hermes-pool``."""
+"""``python -m hermes_pool`` runs the command line, like ``hermes-pool``."""
 
 from hermes_pool.cli.app import app
 

@@ -1,20 +1,53 @@
-"""The states of a session's worker, and every transition between them.
+"""The states of a worker and of a turn, and every transition between them.
 
-Two rules. Everything about transitions is in this table and nowhere else; and events are facts in the past tense:
-killing is an action, dying is an event, so a state that means "no process" is entered only when an exit was seen, or
-when there never was a process. An empty cell is a bug of ours, and says so.
+Two rules. Everything about transitions is in these two tables and nowhere else. And events are facts in the past tense:
+killing is an action, dying is an event, so a state without a process is entered only when an exit was seen, or when
+there never was a process. An empty cell is a bug in this library, and raises ``ImpossibleTransitionError``.
 
-    STOPPED --START_BEGUN--> STARTING --OPENED--> IDLE --TURN_BEGUN--> BUSY --TURN_ENDED--> IDLE
+    worker   STOPPED --START_BEGUN--> STARTING --OPENED--> IDLE --TURN_BEGUN--> BUSY --TURN_ENDED--> IDLE
+    turn     QUEUED --BEGUN--> STARTING --HANDED_OVER--> RUNNING --SETTLED--> SETTLED
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Generic, NoReturn, TypeVar
+
+S = TypeVar("S", bound=StrEnum)
+E = TypeVar("E", bound=StrEnum)
 
 
-class State(StrEnum):
+class ImpossibleTransitionError(AssertionError):
+    """An event came that cannot happen in this state: a bug in hermes-pool."""
+
+
+class Row(dict[E, S], Generic[E, S]):
+    """What follows from each event that can happen in one state."""
+
+    def __init__(self, what: str, state: S, cells: Mapping[E, S]) -> None:
+        super().__init__(cells)
+        self._what = what
+        self._state = state
+
+    def __missing__(self, event: E) -> NoReturn:
+        """Refuse an event that cannot happen."""
+        raise ImpossibleTransitionError(
+            f"{event.value} cannot happen to a {self._what} that is {self._state.value}: "
+            "this is a bug in hermes-pool, please report it"
+        )
+
+
+def _table(what: str, cells: Mapping[S, Mapping[E, S]]) -> dict[S, Row[E, S]]:
+    return {state: Row(what, state, row) for state, row in cells.items()}
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+class WorkerState(StrEnum):
     """What a session's worker is doing."""
 
     STOPPED = "stopped"
-    """No process. The session, if it has one, is resumed by the next message."""
+    """No process. The next message resumes the session, if there is one."""
     STARTING = "starting"
     """A process is being started, or is not ready yet."""
     IDLE = "idle"
@@ -26,11 +59,11 @@ class State(StrEnum):
     FAILED = "failed"
     """No process: it could not be started. The next message tries again."""
 
-    __hash__ = str.__hash__  # the enumeration's own is Python code, and is asked twice in each turn
+    __hash__ = str.__hash__  # the enumeration's own is Python code, and every turn asks for it
 
 
-class Event(StrEnum):
-    """What has happened."""
+class WorkerChange(StrEnum):
+    """What has happened to a worker."""
 
     START_BEGUN = "start_begun"
     START_FAILED = "start_failed"
@@ -40,51 +73,114 @@ class Event(StrEnum):
     STOP_BEGUN = "stop_begun"
     DIED = "died"
 
-    __hash__ = str.__hash__  # as above
+    __hash__ = str.__hash__
 
 
-TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.STOPPED: {
-        Event.START_BEGUN: State.STARTING,
+WORKER: dict[WorkerState, Row[WorkerChange, WorkerState]] = _table(
+    "worker",
+    {
+        WorkerState.STOPPED: {
+            WorkerChange.START_BEGUN: WorkerState.STARTING,
+        },
+        WorkerState.FAILED: {
+            WorkerChange.START_BEGUN: WorkerState.STARTING,
+        },
+        WorkerState.STARTING: {
+            WorkerChange.OPENED: WorkerState.IDLE,
+            WorkerChange.START_FAILED: WorkerState.FAILED,
+            WorkerChange.STOP_BEGUN: WorkerState.STOPPING,
+        },
+        WorkerState.IDLE: {
+            WorkerChange.TURN_BEGUN: WorkerState.BUSY,
+            WorkerChange.STOP_BEGUN: WorkerState.STOPPING,
+            WorkerChange.DIED: WorkerState.STOPPED,
+        },
+        WorkerState.BUSY: {
+            WorkerChange.TURN_ENDED: WorkerState.IDLE,
+            WorkerChange.STOP_BEGUN: WorkerState.STOPPING,
+            WorkerChange.DIED: WorkerState.STOPPED,
+        },
+        WorkerState.STOPPING: {
+            # The turn's last frame may still come while its worker is on the way out.
+            WorkerChange.TURN_ENDED: WorkerState.STOPPING,
+            WorkerChange.DIED: WorkerState.STOPPED,
+        },
     },
-    State.FAILED: {
-        Event.START_BEGUN: State.STARTING,
-    },
-    State.STARTING: {
-        Event.OPENED: State.IDLE,
-        Event.START_FAILED: State.FAILED,
-        Event.STOP_BEGUN: State.STOPPING,
-    },
-    State.IDLE: {
-        Event.TURN_BEGUN: State.BUSY,
-        Event.STOP_BEGUN: State.STOPPING,
-        Event.DIED: State.STOPPED,
-    },
-    State.BUSY: {
-        Event.TURN_ENDED: State.IDLE,
-        Event.STOP_BEGUN: State.STOPPING,
-        Event.DIED: State.STOPPED,
-    },
-    State.STOPPING: {
-        # The turn's last frame may still come while its worker is on the way out.
-        Event.TURN_ENDED: State.STOPPING,
-        Event.DIED: State.STOPPED,
-    },
-}
+)
+"""The state of a worker after each event."""
 
-ALIVE = frozenset({State.STARTING, State.IDLE, State.BUSY, State.STOPPING})
+ALIVE = frozenset({WorkerState.STARTING, WorkerState.IDLE, WorkerState.BUSY, WorkerState.STOPPING})
 """The states in which there is, or may be, a process."""
 
 
-class ImpossibleTransitionError(AssertionError):
-    """An event that cannot happen in this state was fed to the table: a bug in hermes-pool."""
+# --- the turn ---------------------------------------------------------------------------------------------------------
 
 
-def after(state: State, event: Event) -> State:
-    """Return the state that follows; ``ImpossibleTransitionError`` for an empty cell, with nothing changed."""
-    try:
-        return TRANSITIONS[state][event]
-    except KeyError:
-        raise ImpossibleTransitionError(
-            f"{event} cannot happen to a session that is {state}: this is a bug in hermes-pool, please report it"
-        ) from None
+class TurnState(StrEnum):
+    """Where a turn stands."""
+
+    QUEUED = "queued"
+    """It waits for the turns before it."""
+    STARTING = "starting"
+    """The conversation is its own; it waits for an idle worker."""
+    RUNNING = "running"
+    """A worker has it."""
+    CANCELLING = "cancelling"
+    """A worker has it and was asked to end it."""
+    RECOVERING = "recovering"
+    """Its worker has died; another one is being started, to deliver its reply, run it again or take it back."""
+    SETTLED = "settled"
+    """It has ended, with a reply or an error, and for good."""
+
+    __hash__ = str.__hash__
+
+
+class TurnChange(StrEnum):
+    """What has happened to a turn."""
+
+    BEGUN = "begun"
+    """The conversation is free for it."""
+    HANDED_OVER = "handed_over"
+    """A worker was given it."""
+    END_WANTED = "end_wanted"
+    """It was cancelled or stopped, or a limit of time was reached. Why is the turn's ``ending``."""
+    WORKER_DIED = "worker_died"
+    SETTLED = "settled"
+
+    __hash__ = str.__hash__
+
+
+TURN: dict[TurnState, Row[TurnChange, TurnState]] = _table(
+    "turn",
+    {
+        # Before a worker has it there is nobody to ask for its end: it settles when its time comes.
+        TurnState.QUEUED: {
+            TurnChange.BEGUN: TurnState.STARTING,
+            TurnChange.END_WANTED: TurnState.QUEUED,
+            TurnChange.SETTLED: TurnState.SETTLED,
+        },
+        TurnState.STARTING: {
+            TurnChange.HANDED_OVER: TurnState.RUNNING,
+            TurnChange.END_WANTED: TurnState.STARTING,
+            TurnChange.SETTLED: TurnState.SETTLED,
+        },
+        TurnState.RUNNING: {
+            TurnChange.END_WANTED: TurnState.CANCELLING,
+            TurnChange.WORKER_DIED: TurnState.RECOVERING,
+            TurnChange.SETTLED: TurnState.SETTLED,
+        },
+        # A worker that dies while its turn is being cancelled ends that turn: nothing is left to recover.
+        TurnState.CANCELLING: {
+            TurnChange.SETTLED: TurnState.SETTLED,
+        },
+        # One recovery at a time: it finds by itself that its new worker has died, or that the end is wanted.
+        TurnState.RECOVERING: {
+            TurnChange.HANDED_OVER: TurnState.RUNNING,
+            TurnChange.END_WANTED: TurnState.RECOVERING,
+            TurnChange.WORKER_DIED: TurnState.RECOVERING,
+            TurnChange.SETTLED: TurnState.SETTLED,
+        },
+        TurnState.SETTLED: {},
+    },
+)
+"""The state of a turn after each event."""

@@ -11,37 +11,44 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from hermes_pool.control import messages, server
+from hermes_pool.conversation.reply import Reply
+from hermes_pool.conversation.saver import Saver
+from hermes_pool.conversation.services import SessionServices
 from hermes_pool.conversation.session import Session
-from hermes_pool.conversation.turn import Reply, Turn
-from hermes_pool.conversation.worker_slot import SessionServices
+from hermes_pool.conversation.turn import Turn
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import HermesPoolError, PoolClosedError
-from hermes_pool.lifecycle import State
-from hermes_pool.process.connection import Stopped
+from hermes_pool.process.death import Stopped
 from hermes_pool.process.factory import WorkerFactory
-from hermes_pool.scheduling.admission import Admission
+from hermes_pool.scheduling.admission import Admission, Occupant
 from hermes_pool.scheduling.monitor import Monitor
 from hermes_pool.scheduling.pool_state import Drained, PoolState
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
-from hermes_pool.storage.store import ConversationStore
 from hermes_pool.system import processes
 from hermes_pool.system.log import logger
 from hermes_pool.system.sampler import Sampler
+from hermes_pool.system.state_dir import prepare_state_dir
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
 
-SAVE_EVERY_S = 1.0
-"""A session that is talked to all the time is stored this often."""
-SAVE_NEWS_AFTER_S = 0.02
-"""One that has news of its identity is stored at once, but for a moment: first whoever waits has its turn."""
+if TYPE_CHECKING:
+    from hermes_pool.storage.store import ConversationStore
+
 REPORTS_KEPT = 64
-"""How many reports of deaths are kept, for who asks later."""
+"""How many reports of deaths are kept in memory."""
 SESSIONS_KEPT = 1024
-"""How many sessions without a worker stay in memory, for ``ps``; what they know is in the store."""
+"""How many sessions without a worker stay in memory, for ``ps``. What they know is in the store."""
+SWEEP_EVERY_S_MAX = 10.0
+"""The longest time between two looks for idle workers, and between two tries to save what could not be saved."""
+
+
+def sweep_every_s(idle_s: float) -> float:
+    """Return how often to look for idle workers, in seconds, so that none stays much longer than ``idle_s``."""
+    return min(SWEEP_EVERY_S_MAX, idle_s / 4)
 
 
 class HermesSessionManager:
@@ -60,7 +67,7 @@ class HermesSessionManager:
         self,
         settings: PoolSettings | None = None,
         *,
-        store: ConversationStore | None = None,
+        store: "ConversationStore | None" = None,
         on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None = None,
     ) -> None:
         self.settings = settings or PoolSettings()
@@ -69,8 +76,7 @@ class HermesSessionManager:
         self._sessions: dict[SessionKey, Session] = {}
         self._by_id: dict[str, Session] = {}  # those of no user: known ids need no check, and no key is made for them
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._unsaved: dict[Session, float] = {}
-        self._save_wanted = asyncio.Event()
+        self._saver = Saver()
         self._reports: deque[DeathReport] = deque(maxlen=REPORTS_KEPT)
         self._closing: asyncio.Task[dict[SessionKey, Stopped]] | None = None
         self._log = logger()
@@ -86,13 +92,16 @@ class HermesSessionManager:
     # --- opening and closing ---
 
     async def __aenter__(self) -> Self:
-        """Open the store and the control socket. No worker is started before the first message."""
+        """Open the store and the control socket. No worker is started before the first message.
+
+        ``SettingsError`` for a ``database_url`` that cannot be used; ``StateDirError`` where the pool's files cannot be
+        kept.
+        """
         if self._admission.state is not PoolState.NEW:
             raise PoolClosedError("a manager is entered once; make another one")
-        self.settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         settings = self.settings
-        self._store = self._given_store or ConversationStore.from_url(settings.store_url, settings.database_timeout_s)
-        prefix, numbers = secrets.token_hex(4), count(1)
+        prepare_state_dir(settings.state_dir, workspace=settings.worker_cwd is None)
+        self._store = self._given_store or _own_store(settings)
         self._services = SessionServices(
             settings=settings,
             factory=WorkerFactory(settings, dict(os.environ), self._log),
@@ -100,10 +109,10 @@ class HermesSessionManager:
             host=socket.gethostname(),
             log=self._log,
             admission=self._admission,
-            save_soon=self._save_soon,
+            saver=self._saver,
             in_background=self._in_background,
             on_background=self._on_background,
-            new_turn_id=lambda: f"{prefix}-{next(numbers)}",
+            turn_ids=map(f"{secrets.token_hex(4)}-{{}}".format, count(1)),
             reports=self._reports,
             sampler=self._sampler,
         )
@@ -118,14 +127,14 @@ class HermesSessionManager:
         monitor = Monitor(
             settings,
             self._sampler,
-            wards=lambda: list(self._sessions.values()),
-            worth=self._admission.worth,
+            slots=lambda: [session.slot for session in self._sessions.values()],
+            worth=lambda slot: self._admission.worth(slot.occupant),
             in_background=self._in_background,
             log=self._log,
         )
         self._in_background(monitor.run())
         self._in_background(self._sweep())
-        self._in_background(self._save_always())
+        self._in_background(self._saver.run())
         self._log.info("pool_opened", agent=settings.agent, state_dir=str(settings.state_dir))
         return self
 
@@ -183,14 +192,18 @@ class HermesSessionManager:
         turn = session.new_turn(text, streams=False)
         await session.begin(turn)
         try:
-            return await turn.reply()
+            outcome = await turn.settled()
         except asyncio.CancelledError:
             session.cancel(turn)
             raise
+        if isinstance(outcome, Reply):
+            return outcome
+        raise outcome
 
     def turn(self, conversation: str | SessionKey, text: str) -> Turn:
         """Return the turn of a message, to be entered with ``async with``: see ``Turn``. Errors as for ``send``."""
-        return self._session(conversation).new_turn(text)
+        session = self._session(conversation)
+        return Turn(session, session.new_turn(text))
 
     async def stop(self, conversation: str | SessionKey) -> Stopped | None:
         """Stop the worker of a conversation; its next message starts another one, in context.
@@ -209,13 +222,14 @@ class HermesSessionManager:
         """Return all sessions of this pool as they are now, with what the operating system says of their processes."""
         rows = [session.snapshot() for session in self._sessions.values()] + self._services.factory.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
-        looks = dict(zip(identities, await in_thread_or_here(partial(processes.look_all, identities)), strict=True))
+        trees = await in_thread_or_here(partial(processes.inspect_trees, identities))
+        found = dict(zip(identities, trees, strict=True))
         deaths = {(report.conversation_id, report.user_id): report.report_id for report in self._reports}
         seen = []
         for row in rows:
-            look = looks.get((row.pid, row.create_time))  # type: ignore[arg-type]
+            tree = found.get((row.pid, row.create_time))  # type: ignore[arg-type]
             more: dict[str, Any] = (
-                {} if look is None else {"health": look.health, "rss_bytes": look.rss_bytes, "cpu_s": look.cpu_s}
+                {} if tree is None else {"health": tree.health, "rss_bytes": tree.rss_bytes, "cpu_s": tree.cpu_s}
             )
             last_death = deaths.get((row.conversation_id, row.user_id))
             seen.append(replace(row, supervisor_pid=os.getpid(), last_death=last_death, **more))
@@ -231,7 +245,7 @@ class HermesSessionManager:
         return replace(seen, starts=self._services.factory.breaker.snapshot())
 
     async def pause(self, deadline_s: float = 0.0) -> int:
-        """Begin no more turns: messages wait, up to ``wait_timeout_s``, until ``resume``. Turns that run go on.
+        """Begin no more turns: messages wait, up to ``timeouts.wait_s``, until ``resume``. Turns that run go on.
 
         Waits up to ``deadline_s`` seconds for those, and returns how many still run: after 0, Hermes can be upgraded,
         say. Nothing is ever cancelled by it. ``PoolClosedError``, and ``PoolDrainingError`` in a pool that is drained.
@@ -263,7 +277,7 @@ class HermesSessionManager:
     def deaths(self) -> list[DeathReport]:
         """Return the reports of the workers that died unasked, the latest first. 64 are kept, in memory only.
 
-        The same report is in the error of the turn (``WorkerCrashedError.report``) and in the log (``worker_died``).
+        The same report is in the error of the turn (``WorkerDiedError.report``) and in the log (``worker_died``).
         """
         return list(reversed(self._reports))
 
@@ -288,7 +302,8 @@ class HermesSessionManager:
         """Let a quarantined message in again, by the fingerprint that its ``MessageQuarantinedError`` has.
 
         Return whether it was known: fingerprints are of one supervisor, and gone with it. The deaths that it has caused
-        are forgotten, so that it may end ``quarantine_after`` workers again. ``InvalidKeyError``, ``PoolClosedError``.
+        are forgotten, so that it may end ``restarts.quarantine_after`` workers again. ``InvalidKeyError``,
+        ``PoolClosedError``.
         """
         self._refuse_unless_open()
         session = self._sessions.get(_key(conversation))
@@ -328,8 +343,8 @@ class HermesSessionManager:
 
     # --- in the background ---
 
-    def _memory_of(self, session: Any) -> int | None:
-        worker = session.worker
+    def _memory_of(self, session: Occupant) -> int | None:
+        worker = self._sessions[session.key].slot.worker if session.key in self._sessions else None
         samples = () if worker is None else self._sampler.samples(worker)
         return (samples[-1].unique_bytes or samples[-1].rss_bytes) if samples else None
 
@@ -347,50 +362,22 @@ class HermesSessionManager:
     async def _sweep(self) -> None:
         """Let idle sessions go, and try again what could not be saved."""
         while True:
-            await asyncio.sleep(self.settings.idle_sweep_s)
+            await asyncio.sleep(sweep_every_s(self.settings.timeouts.idle_s))
             self._services.factory.spares.refill()
             self._admission.tidy()
             idle = [
                 session
                 for session in self._sessions.values()
-                if (idle_s := session.idle_s()) is not None and idle_s >= self.settings.idle_timeout_s
+                if (idle_s := session.idle_s()) is not None and idle_s >= self.settings.timeouts.idle_s
             ]
             results = await asyncio.gather(
-                *(session.hibernate(self.settings.idle_timeout_s) for session in idle),
+                *(session.hibernate(self.settings.timeouts.idle_s) for session in idle),
                 *(session.metadata.save() for session in list(self._sessions.values()) if session.metadata.unsaved),
                 return_exceptions=True,  # what fails for one must not end the sweeps of all
             )
             for error in results:
                 if isinstance(error, Exception):
                     self._log.error("sweep_failed", error=repr(error), exc_info=error)
-
-    def _save_soon(self, session: Session) -> None:
-        """Have a session stored, beside the turns: soon when its identity is new, else within ``SAVE_EVERY_S``."""
-        now = asyncio.get_running_loop().time()
-        known = session.metadata.identity_is_stored and session.state is State.IDLE
-        if session in self._unsaved and (known or self._unsaved[session] <= now + SAVE_NEWS_AFTER_S):
-            return
-        self._unsaved[session] = now + (SAVE_EVERY_S if known else SAVE_NEWS_AFTER_S)
-        self._save_wanted.set()
-
-    async def _save_always(self) -> None:
-        """Store what has changed, beside the turns and never on their path."""
-        loop = asyncio.get_running_loop()
-        while True:
-            now = loop.time()
-            due = [session for session, at in self._unsaved.items() if at <= now]
-            for session in due:
-                del self._unsaved[session]
-            if due:
-                await asyncio.gather(*(session.metadata.save() for session in due))
-                continue
-            next_at = min(self._unsaved.values(), default=None)
-            self._save_wanted.clear()
-            try:
-                async with asyncio.timeout_at(next_at):
-                    await self._save_wanted.wait()
-            except TimeoutError:
-                continue
 
     # --- from outside ---
 
@@ -410,8 +397,8 @@ class HermesSessionManager:
                 return messages.Done("resumed")
             case messages.Drain():
                 drained = await self.drain(request.deadline_s)
-                told = f"{_turns(drained.finished)} finished, {drained.cut} cut"
-                return messages.Done(f"{self.pool().state}; {told}")
+                summary = f"{_turns(drained.finished)} finished, {drained.cut} cut"
+                return messages.Done(f"{self.pool().state}; {summary}")
             case messages.Resize():
                 self.resize(request.workers_max)
                 pool = self.pool()
@@ -421,15 +408,22 @@ class HermesSessionManager:
             case messages.Reset():
                 if request.conversation_id is None:
                     self.reset()
-                    return messages.Done("starts are let in")
+                    return messages.Done("worker starts are allowed again")
                 key = SessionKey(request.conversation_id, request.user_id)
                 self.reset(key)
-                return messages.Done("reset" if key in self._sessions else "it is not known here: nothing to reset")
+                return messages.Done("reset" if key in self._sessions else "unknown conversation, nothing to reset")
             case messages.Release():
                 key = SessionKey(request.conversation_id, request.user_id)
                 if not self.release(key, request.fingerprint):
-                    return messages.Failed(f"no message of it with the fingerprint {request.fingerprint} has killed")
+                    return messages.Failed(f"no quarantined message has the fingerprint {request.fingerprint}")
                 return messages.Done("released")
+
+
+def _own_store(settings: PoolSettings) -> "ConversationStore":
+    # SQLAlchemy takes longer to import than all else together, and not everybody who imports this opens a pool.
+    from hermes_pool.storage.store import ConversationStore  # noqa: PLC0415
+
+    return ConversationStore.from_url(settings.store_url, settings.timeouts.database_s)
 
 
 def _turns(count: int) -> str:

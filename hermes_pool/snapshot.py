@@ -115,6 +115,6 @@ class SessionSnapshot:
     last_death: str | None = None
     """The report (``DeathReport.report_id``) of the last worker that died unasked, as long as it is kept."""
     jobs: tuple[str, ...] = ()
-    """Names of the agent's open jobs in the background, which keep an idle worker for ``background_timeout_s``."""
+    """Names of the agent's open jobs in the background, which keep an idle worker for ``timeouts.background_s``."""
     host: str | None = None
     supervisor_pid: int | None = None

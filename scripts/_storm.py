@@ -1,8 +1,9 @@
-"""Workers killed at random while they talk: what their callers get, and that nobody else notices.
+"""Workers are killed at random under load: what do their callers get, and does anybody else notice?
 
-Some conversations are struck, others are not; all talk all the time. An agent that streams, uses tools and leaves
-processes behind keeps a history in a file per session, so that what really happened can be compared with what the
-callers were told. ``scripts/storm`` starts this; ``tests/crash/test_random_kills.py`` uses it too.
+All conversations talk all the time. The workers of some are struck (killed), those of the others, the calm ones, are
+not. The agent streams, uses tools, leaves processes behind, and keeps each session's history in a file. So what really
+happened can be compared with what the callers were told. ``scripts/storm`` runs this, and so does
+``tests/crash/test_random_kills.py``.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any, Literal
 
 import psutil
 
-from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings
+from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings, RestartPolicy, StartPolicy
 
 Launcher = Literal["zygote", "spawn", "portable"]
 
@@ -37,7 +38,7 @@ from hermes_pool_worker.echo import EchoAgent
 
 
 class Agent(EchoAgent):
-    """Streams what it is told; ``tool`` makes it act once, ``stray`` leave a process in a session of its own."""
+    """Echoes in pieces. ``tool`` makes it use a tool, ``stray`` makes it leave a process in its own session."""
 
     stray = None
 
@@ -63,50 +64,49 @@ class Agent(EchoAgent):
 '''
 
 UNBOUNDED: dict[str, Any] = {
-    "quarantine_after": 0,
-    "restarts_in_window_max": 1_000_000,
-    "start_failures_max": 1_000_000,
+    "restarts": RestartPolicy(quarantine_after=0, deaths_in_window_max=1_000_000),
+    "starts": StartPolicy(failures_max=1_000_000),
 }
-"""No breaker shall stand between a kill and its outcome."""
+"""No breaker may stand between a kill and its outcome."""
 
-WAYS = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP, then SIGKILL")
+SIGNALS = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP, then SIGKILL")
 WORK = ("talk", "talk", "talk", "tool", "stray")
 FREEZE_S_MAX = 0.05
 OUTCOME_S_MAX = 10.0
-"""Longest that a caller may wait; then it hangs, as far as anybody can tell."""
+"""How long a caller may wait. Beyond that, the turn counts as hanging."""
 CALM_S_MAX = 1.0
-"""Longest that a turn of about 15 ms may take whose worker was not struck: the machine is busy with starts."""
+"""How long a calm turn may take. It needs about 15 ms, but the machine is busy starting workers."""
 SURVIVE_S_MAX = 5.0
-"""How long what a dead worker leaves may live on."""
+"""How long the processes of a dead worker may survive it."""
 
 
 @dataclass
 class Tally:
-    """What was counted."""
+    """The counts of one storm."""
 
     seed: int
     launcher: Launcher
     kills: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     struck_s: list[float] = field(default_factory=list)
-    """Seconds from a kill in a turn to what the turn's caller got."""
+    """Seconds from each kill in a turn to the outcome of that turn."""
     calm_s: list[float] = field(default_factory=list)
-    """Seconds of the turns of those who were not struck."""
+    """Duration of each calm turn, in seconds."""
     faults: list[str] = field(default_factory=list)
-    """What must never happen."""
-    kept_all_the_same: int = 0
-    """Messages whose callers got an error and which the agent remembers."""
+    """Violations: what must never happen."""
+    failed_but_kept: int = 0
+    """Messages that the agent remembers although their callers got an error."""
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
-        """Say it for people."""
+        """Return the counts as text."""
         yield f"seed {self.seed}, launcher {self.launcher}, {self.seconds:.1f} s"
         yield f"kills: {sum(self.kills.values())} ({_counted(self.kills)})"
-        yield f"outcomes of the struck conversations' turns: {_counted(self.outcomes)}"
-        yield f"from a kill in a turn to its outcome: {_spread(self.struck_s)}"
-        yield f"turns of those not struck: {_spread(self.calm_s)}"
-        yield f"failed messages that the agent remembers all the same: {self.kept_all_the_same}"
-        yield f"what must never happen: {len(self.faults)}"
+        yield f"outcomes of turns in struck conversations: {_counted(self.outcomes)}"
+        yield f"time from a kill in a turn to the outcome: {_spread(self.struck_s)}"
+        yield f"turns in calm conversations: {_spread(self.calm_s)}"
+        yield f"failed messages that the agent remembers: {self.failed_but_kept}"
+        yield f"violations: {len(self.faults)}"
         yield from (f"    {fault}" for fault in self.faults)
 
 
@@ -119,11 +119,11 @@ def _spread(seconds: Sequence[float]) -> str:
         return "none"
     ordered = sorted(1000 * each for each in seconds)
     at_99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return f"{len(ordered)}, median {statistics.median(ordered):.0f} ms, 99% {at_99:.0f} ms, most {ordered[-1]:.0f} ms"
+    return f"{len(ordered)}, median {statistics.median(ordered):.0f} ms, p99 {at_99:.0f} ms, max {ordered[-1]:.0f} ms"
 
 
 class Storm:
-    """One pool, its talkers, and the one who strikes."""
+    """One pool, the callers that talk to it, and the one that kills its workers."""
 
     def __init__(
         self,
@@ -160,9 +160,9 @@ class Storm:
         )
 
     async def run(self) -> Tally:
-        """Let it rage; return what was counted."""
+        """Run the storm and return its counts."""
         began = time.monotonic()
-        before = _below()
+        before = _descendants()
         async with HermesSessionManager(self._settings) as pool:
             await asyncio.gather(*(pool.send(name, "0 talk") for name in (*self._struck, *self._calm)))
             self._answered = {name: ["0 talk"] for name in (*self._struck, *self._calm)}
@@ -174,10 +174,10 @@ class Storm:
             self._over = True
             await asyncio.gather(*talking)
             if await self._workers(pool, self._calm) != calm_workers:
-                self.tally.faults.append("a conversation that was not struck has another worker than before")
-            await self._settle(pool)
-        await self._survivors(before)
-        self._histories()
+                self.tally.faults.append("the worker of a calm conversation was replaced")
+            await self._check_recovery(pool)
+        await self._check_survivors(before)
+        self._check_histories()
         self.tally.seconds = time.monotonic() - began
         return self.tally
 
@@ -194,9 +194,9 @@ class Storm:
             if is_calm:
                 self.tally.calm_s.append(ended - began)
                 if outcome != "reply":
-                    self.tally.faults.append(f"{name}, which was not struck, got: {outcome}")
+                    self.tally.faults.append(f"{name} was not struck but got: {outcome}")
                 if ended - began > CALM_S_MAX:
-                    self.tally.faults.append(f"{name}, which was not struck, waited for {ended - began:.2f} s")
+                    self.tally.faults.append(f"{name} was not struck but waited {ended - began:.2f} s")
             else:
                 self.tally.outcomes[outcome] += 1
                 if (struck_at := self._struck_at.pop(name, 0.0)) >= began:
@@ -212,13 +212,13 @@ class Storm:
                     reply = await turn.reply()
         except HermesPoolError as error:
             self._failed[name].append(text)
-            wait_s = getattr(error, "retry_after_s", None)
+            wait_s = error.retry_after_s
             if wait_s is not None:
                 await asyncio.sleep(min(wait_s, 1.0))
             return type(error).__name__
         except TimeoutError:
-            self.tally.faults.append(f"{name}: {text!r} had no outcome in {OUTCOME_S_MAX:g} s")
-            return "nothing"
+            self.tally.faults.append(f"{name}: {text!r} had no outcome within {OUTCOME_S_MAX:g} s")
+            return "no outcome"
         if reply.text != text:
             self.tally.faults.append(f"{name}: {text!r} was answered with {reply.text!r}")
         self._answered[name].append(text)
@@ -230,19 +230,19 @@ class Storm:
     async def _strike(self, pool: HermesSessionManager) -> None:
         while sum(self.tally.kills.values()) < self._kills:
             await asyncio.sleep(2 * self._pause_s * self._random.random())
-            name, way = self._random.choice(self._struck), self._random.choice(WAYS)
+            name, signals = self._random.choice(self._struck), self._random.choice(SIGNALS)
             worker = (await self._workers(pool, [name]))[name]
             if worker is None:
-                continue  # it is being replaced
+                continue  # the worker is being replaced
             try:
-                first, _, then = way.partition(", then ")
+                first, _, then = signals.partition(", then ")
                 worker.send_signal(signal.Signals[first])
                 if then:
                     await asyncio.sleep(FREEZE_S_MAX * self._random.random())
                     worker.send_signal(signal.Signals[then])
             except psutil.NoSuchProcess:
                 continue
-            self.tally.kills[way] += 1
+            self.tally.kills[signals] += 1
             self._struck_at[name] = time.monotonic()
 
     async def _workers(self, pool: HermesSessionManager, names: Sequence[str]) -> dict[str, psutil.Process | None]:
@@ -257,22 +257,22 @@ class Storm:
 
     # --- afterwards ---
 
-    async def _settle(self, pool: HermesSessionManager) -> None:
-        """Each conversation works, at the latest after its back-off; and what dead workers have left is gone."""
+    async def _check_recovery(self, pool: HermesSessionManager) -> None:
+        """Check that each conversation works, at the latest after its back-off, and that dead workers left no stray."""
         for name in self._answered:
             end, tries = time.monotonic() + OUTCOME_S_MAX, 0
             while "reply" not in await self._outcome(pool, name, f"last-{tries} talk"):
                 tries += 1
                 if time.monotonic() > end:
-                    self.tally.faults.append(f"{name} does not work any more")
+                    self.tally.faults.append(f"{name} no longer works")
                     break
         workers = {row.pid for row in await pool.sessions()}
-        await self._gone(lambda: {stray for stray, worker in self._strays() if worker not in workers})
+        await self._wait_until_gone(lambda: {stray for stray, worker in self._strays() if worker not in workers})
 
-    async def _survivors(self, before: set[int]) -> None:
-        await self._gone(lambda: (_below() - before) | {stray for stray, _ in self._strays()})
+    async def _check_survivors(self, before: set[int]) -> None:
+        await self._wait_until_gone(lambda: (_descendants() - before) | {stray for stray, _ in self._strays()})
 
-    async def _gone(self, left: Callable[[], set[int]]) -> None:
+    async def _wait_until_gone(self, left: Callable[[], set[int]]) -> None:
         end = time.monotonic() + SURVIVE_S_MAX
         while pids := left():
             if time.monotonic() > end:
@@ -281,38 +281,38 @@ class Storm:
             await asyncio.sleep(0.05)
 
     def _strays(self) -> list[tuple[int, int]]:
-        """Return what tools have left and still lives, each with its worker: both by their pids."""
+        """Return the pids of living processes that tools left behind, each with the pid of its worker."""
         pairs = [tuple(map(int, line.split())) for line in self._lines("strays")]
-        return [(stray, worker) for stray, worker in pairs if _lives(stray, self._folder)]
+        return [(stray, worker) for stray, worker in pairs if _is_alive(stray, self._folder)]
 
-    def _histories(self) -> None:
-        """Compare what the agent remembers with what callers were told; and no turn's tool has acted twice."""
+    def _check_histories(self) -> None:
+        """Compare the agent's memory with what callers were told, and check that no turn used its tool twice."""
         twice = [turn_id for turn_id, times in Counter(self._lines("effects")).items() if times > 1]
-        self.tally.faults += [f"the tool of turn {turn_id} acted more than once" for turn_id in twice]
+        self.tally.faults += [f"turn {turn_id} used its tool more than once" for turn_id in twice]
         for name, answered in self._answered.items():
             if len(self._session_ids[name]) != 1:
-                self.tally.faults.append(f"{name} went through {len(self._session_ids[name])} sessions")
+                self.tally.faults.append(f"{name} had {len(self._session_ids[name])} sessions instead of one")
                 continue
             (file,) = (self._folder / "state" / "agents").rglob(f"{min(map(str, self._session_ids[name]))}.jsonl")
             history = [json.loads(line) for line in file.read_text().splitlines()]
             unanswered = [text for text in history if text not in answered]
-            self.tally.kept_all_the_same += len(unanswered)
+            self.tally.failed_but_kept += len(unanswered)
             if [text for text in history if text in answered] != answered:
-                self.tally.faults.append(f"{name}: its history is not what its callers were told")
+                self.tally.faults.append(f"{name}: its history differs from what its callers were told")
             if len(set(unanswered)) != len(unanswered):
-                self.tally.faults.append(f"{name}: a message that failed is twice in its history")
+                self.tally.faults.append(f"{name}: a failed message is in its history twice")
 
     def _lines(self, name: str) -> list[str]:
         file = self._folder / name
         return file.read_text().splitlines() if file.exists() else []
 
 
-def _below() -> set[int]:
+def _descendants() -> set[int]:
     return {each.pid for each in psutil.Process().children(recursive=True)}
 
 
-def _lives(pid: int, folder: Path) -> bool:
-    """Whether a pid still is one of our strays: they are known by the folder that they were started in."""
+def _is_alive(pid: int, folder: Path) -> bool:
+    """Return whether a pid is still one of our strays. Their working directory tells them from other processes."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder)
@@ -338,7 +338,7 @@ def _described(pid: int) -> str:
 
 
 async def cycles(folder: Path, launcher: Launcher, number: int) -> list[str]:
-    """Start and end that many workers, ten at once, a third each by stop, kill and close; return what is left over."""
+    """Start and end ``number`` workers, ten at a time, alternately by kill and by stop. Return what was leaked."""
 
     def counted() -> dict[str, int]:
         below = psutil.Process().children(recursive=True)
@@ -375,25 +375,38 @@ async def cycles(folder: Path, launcher: Launcher, number: int) -> list[str]:
     async with HermesSessionManager(settings) as pool:
         before = await rounds(pool, 0, 10)
         after = await rounds(pool, 10, 10 + number)
-    print(f"{launcher}: {number} starts and ends; before {before}, after {after}")
+    print(f"{launcher}: {number} workers started and ended; before {before}, after {after}")
     return [f"{what}: {before[what]} before, {after[what]} after" for what in after if after[what] > before[what]]
 
 
 REST_S = 3.0
-"""After this long nothing of what was needed for a while is kept any more."""
+"""Pause before counting, in which everything that is kept for a while is released."""
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    """Run it and return the exit status: 0 only if nothing happened that must never happen."""
-    parser = argparse.ArgumentParser(prog="scripts/storm", description="Kill workers at random under load.")
-    parser.add_argument("--kills", type=int, default=500, help="how many, for each launcher (default: 500)")
-    parser.add_argument("--seed", type=int, default=None, help="of all that is chosen at random (default: a new one)")
-    parser.add_argument("--launcher", choices=("zygote", "spawn", "portable"), action="append", help="default: both")
-    parser.add_argument("--defaults", action="store_true", help="with the breakers as they are by default")
-    parser.add_argument("--cycles", type=int, default=0, help="start and end so many workers instead")
+    """Run the storms and return the exit status: 0 only if there was no violation."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/storm", description="Kill workers at random under load, and check what must never happen."
+    )
+    parser.add_argument("--kills", type=int, default=500, help="kills for each launcher (default: 500)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of all random choices (default: a new one)")
+    parser.add_argument(
+        "--launcher",
+        choices=("zygote", "spawn", "portable"),
+        action="append",
+        help="launcher to test; may be repeated (default: zygote and spawn)",
+    )
+    parser.add_argument(
+        "--defaults",
+        action="store_true",
+        help="keep the default breakers and quarantine, instead of switching them off",
+    )
+    parser.add_argument(
+        "--cycles", type=int, default=0, help="instead, start and end this many workers and look for leaks"
+    )
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
     faults: list[str] = []
@@ -410,7 +423,7 @@ def main() -> int:
             print("\n".join(tally.lines()), flush=True)
             faults += tally.faults
     for fault in faults if options.cycles else ():
-        print(f"left over: {fault}")
+        print(f"leaked: {fault}")
     return 1 if faults else 0
 
 

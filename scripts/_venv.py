@@ -1,7 +1,7 @@
-"""The environment that the scripts run in: ``.venv`` in the checkout, made and filled when it has to be.
+"""The virtual environment of the scripts: ``.venv`` in the checkout, created and filled when needed.
 
-Started with whatever ``python3`` there is, so this file and the scripts keep to what Python 3.7 can read: somebody with
-an old one must be told so in words.
+Any ``python3`` may start this. The file and the scripts therefore stay within the syntax of Python 3.7, so that an old
+interpreter gets an explanation and not a SyntaxError.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = VENV / "hermes-pool-installed"
 LOCK = ROOT / "requirements.lock"
 PYTEST = ["pytest", "-n2", "--dist=worksteal"]
-"""Two tests at a time: most of them wait for processes. What comes later on the line overrules it."""
+"""Two tests at a time, because most of them wait for processes. Later arguments override this."""
 LEAST, BELOW = (3, 11), (3, 14)  # Hermes Agent excludes 3.14
 INTERRUPTED = 130
 
 
 def run_in_venv(arguments: Sequence[str], extras: Iterable[str]) -> None:
-    """Run ``python`` with these arguments in the environment and leave with its exit status.
+    """Run ``python`` with these arguments in the environment, and exit with its status.
 
-    ``extras`` are those of pyproject.toml that it needs; an environment that has more stays as it is.
+    ``extras`` names the extras of pyproject.toml that it needs. An environment that has more is left as it is.
     """
     try:
         prepare(extras)
@@ -36,14 +36,14 @@ def run_in_venv(arguments: Sequence[str], extras: Iterable[str]) -> None:
         sys.exit(INTERRUPTED)
     command = [str(PYTHON), *arguments]
     if os.name != "nt":
-        # In place of this process: signals then have one address.
+        # Replaces this process, so that signals reach the right one.
         os.chdir(ROOT)
         os.execve(command[0], command, child_environment())
     sys.exit(run(command))
 
 
 def run(command: Sequence[str]) -> int:
-    """Run a command and return its exit status; at Ctrl-C it is waited for, while it tidies up."""
+    """Run a command and return its exit status. On Ctrl-C, wait for it to clean up."""
     process = subprocess.Popen(command, cwd=str(ROOT), env=child_environment())
     while True:
         try:
@@ -53,71 +53,71 @@ def run(command: Sequence[str]) -> int:
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment for what is run: bytecode is written, and nobody else's import paths are in it.
+    """Return the variables for a command: bytecode is written, and the caller's import paths are left out.
 
-    Workers are measured and tested as they are in earnest; a start that compiles all of Hermes is not.
+    Workers have to be measured and tested as they run in production, where a start does not compile all of Hermes.
     """
     without = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if name not in without}
 
 
 def prepare(extras: Iterable[str]) -> None:
-    """See that the environment is there and holds the project with these extras; quick when it does."""
+    """Create or update the environment so that it has the project with these extras. Fast if nothing is missing."""
     if not PYTHON.exists():
         make_venv()
     version = venv_version()
     if not LEAST <= version[:2] < BELOW:
         found = ".".join(map(str, version))
-        sys.exit(f"{VENV} holds Python {found}; this project needs 3.11 to 3.13. Move it away and try again.")
+        sys.exit(f"{VENV} has Python {found}, but this project needs 3.11, 3.12 or 3.13. Delete it and try again.")
     wanted = set(extras)
     digest = digest_of_inputs(version)
     stamped, installed = read_stamp()
     if stamped == digest and wanted <= installed:
         return
-    # What another script needs stays: the stamp speaks for all of them.
+    # Keep what other scripts have installed: they share the stamp.
     wanted |= installed
     install(wanted)
     STAMP.write_text("\n".join([digest, *sorted(wanted)]) + "\n", encoding="utf-8")
 
 
 def make_venv() -> None:
-    """Make the environment, empty."""
+    """Create the environment, still empty."""
     python = suitable_python()
-    say(f"making {VENV} with {python}")
+    say(f"creating {VENV} with {python}")
     command = [python, "-m", "venv", str(VENV)]
     if not has_module(python, "ensurepip"):
-        # Some distributions split it off. The pip of the interpreter itself can do its work.
+        # Some distributions package it separately. The interpreter's own pip can take its place.
         command.insert(3, "--without-pip")
     checked(command)
     if not has_module(str(PYTHON), "sys"):
-        sys.exit(f"{VENV} cannot be used. Move it away and try again.")
+        sys.exit(f"the new environment {VENV} does not work. Delete it and try again.")
 
 
 def suitable_python() -> str:
-    """Return the interpreter that runs this, or the newest that fits on PATH; leave in words if there is none."""
+    """Return this interpreter, or the newest suitable one on PATH. Exit with an explanation if there is none."""
     if LEAST <= sys.version_info[:2] < BELOW:
-        # Not the one of another environment, on which this one would hang.
+        # Not that of another environment, on which the new one would depend.
         return getattr(sys, "_base_executable", None) or sys.executable
     for minor in range(BELOW[1] - 1, LEAST[1] - 1, -1):
         python = shutil.which(f"python3.{minor}")
-        # It is asked, since version managers put names on PATH behind which there may be nothing.
+        # Try it: version managers put commands on PATH whose interpreter may not be installed.
         if python and has_module(python, "venv"):
             return python
     this = ".".join(map(str, sys.version_info[:2]))
     sys.exit(
-        f"hermes-pool needs Python 3.11, 3.12 or 3.13 (Hermes Agent excludes newer ones). This is {this}, and no "
-        "python3.13, python3.12 or python3.11 that works is on PATH."
+        f"hermes-pool needs Python 3.11, 3.12 or 3.13 (Hermes Agent excludes newer ones). This is Python {this}, and "
+        "there is no working python3.13, python3.12 or python3.11 on PATH. Install one of them and try again."
     )
 
 
 def has_module(python: str, module: str) -> bool:
-    """Say whether an interpreter works and has a module."""
+    """Return whether an interpreter works and has a module."""
     quiet = subprocess.DEVNULL
     return subprocess.call([python, "-c", f"import {module}"], stdout=quiet, stderr=quiet) == 0
 
 
 def venv_version() -> tuple[int, ...]:
-    """Return the version of the environment's interpreter as it is written there: quicker than to ask it."""
+    """Return the Python version of the environment, read from its configuration: faster than running it."""
     for line in (VENV / "pyvenv.cfg").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition("=")
         if name.strip() in ("version", "version_info"):
@@ -126,7 +126,7 @@ def venv_version() -> tuple[int, ...]:
 
 
 def digest_of_inputs(version: tuple[int, ...]) -> str:
-    """Return what an installation depends on, in one word."""
+    """Return a digest of everything that an installation depends on."""
     digest = hashlib.sha256(repr((version, str(ROOT))).encode())
     for path in (ROOT / "pyproject.toml", LOCK):
         digest.update(path.read_bytes())
@@ -134,7 +134,7 @@ def digest_of_inputs(version: tuple[int, ...]) -> str:
 
 
 def read_stamp() -> tuple[str, set[str]]:
-    """Return the digest and the extras of the last installation that succeeded."""
+    """Return the digest and the extras of the last successful installation."""
     try:
         digest, *extras = STAMP.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -144,23 +144,24 @@ def read_stamp() -> tuple[str, set[str]]:
 
 def install(extras: Iterable[str]) -> None:
     """Install the project, editable, with these extras."""
-    named = ",".join(sorted(extras))
-    say(f"installing hermes-pool[{named}] into {VENV}: once, and it takes a minute or two")
+    names = ",".join(sorted(extras))
+    requirement = f"[{names}]" if names else ""  # older versions of pip reject "[]"
+    say(f"installing hermes-pool{requirement} into {VENV}: needed once, and takes a minute or two")
     pip = [str(PYTHON), "-m", "pip"]
     if not has_module(str(PYTHON), "pip"):
         pip = [suitable_python(), "-m", "pip", "--python", str(PYTHON)]
     options = ["--quiet", "--disable-pip-version-check", "--no-warn-script-location"]
-    checked([*pip, "install", *options, "-c", str(LOCK), "-e", f"{ROOT}[{named}]"])
+    checked([*pip, "install", *options, "-c", str(LOCK), "-e", f"{ROOT}{requirement}"])
 
 
 def checked(command: Sequence[str]) -> None:
-    """Run a command; leave if it fails."""
+    """Run a command, and exit if it fails."""
     status = subprocess.call(command, cwd=str(ROOT), env=child_environment())
     if status != 0:
-        sys.exit(f"this ended with status {status}: {' '.join(command)}")
+        sys.exit(f"failed with status {status}: {' '.join(command)}")
 
 
 def say(text: str) -> None:
-    """Tell what goes on, apart from what the scripts print themselves."""
+    """Report progress on stderr, apart from the output of the scripts."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from hermes_pool import BackgroundFinished, ConversationStore, HermesSessionManager, PoolSettings, SessionKey
-from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, children, descriptors, until
+from hermes_pool import manager as manager_module
+from hermes_pool.scheduling import monitor
+from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, children, descriptors, quick, until
 
 collect_ignore: list[str] = []
 if sys.platform != "linux":
@@ -21,17 +23,9 @@ if sys.platform == "win32":
     collect_ignore += [
         "integration/test_cli.py",  # has terminals as Unix has them
         "integration/test_control.py",  # has sockets in files
-        "integration/test_worker_limits.py",  # has rlimits and signals
+        "integration/test_limits_and_stacks.py",  # has rlimits and signals
         "unit/control",  # has sockets in files
     ]
-
-QUICK = {
-    "agent": "echo",
-    "idle_sweep_s": 0.1,
-    "close_grace_s": 1.0,
-    "term_grace_s": 0.5,
-    "start_timeout_s": 15.0,
-}
 
 
 @pytest.fixture
@@ -55,19 +49,29 @@ def _described(pid: int) -> str:
 
 
 @pytest.fixture
-async def open_pool(tmp_path: Path, nothing_left: None) -> AsyncIterator[OpenPool]:
-    """Open pools with quick settings; each is closed at the end, and its tasks must be gone."""
+async def open_pool(tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OpenPool]:
+    """Open pools with quick settings; each is closed at the end, and its tasks must be gone.
+
+    ``sweep_s`` is how often idle workers are looked for, and ``sample_s`` how often all workers are looked at.
+    """
     pools: list[HermesSessionManager] = []
+    monkeypatch.setattr(manager_module, "sweep_every_s", lambda _: 0.1)
 
     async def open_one(
         *,
         store: ConversationStore | None = None,
         on_background: Callable[[SessionKey, BackgroundFinished], None] | None = None,
+        sweep_s: float | None = None,
+        sample_s: float | None = None,
         **settings: Any,
     ) -> HermesSessionManager:
+        if sweep_s is not None:
+            monkeypatch.setattr(manager_module, "sweep_every_s", lambda _: sweep_s)
+        if sample_s is not None:
+            monkeypatch.setattr(monitor, "SAMPLE_S", sample_s)
         # A program of a test's own in the interpreter's place is no zygote.
         launcher = {"launcher": "spawn"} if "worker_python" in settings else {}
-        values = {"state_dir": tmp_path / "state", **QUICK, **launcher, **settings}
+        values = {"agent": "echo", "state_dir": tmp_path / "state", "timeouts": quick(), **launcher, **settings}
         pool = HermesSessionManager(PoolSettings(**values), store=store, on_background=on_background)
         pools.append(await pool.__aenter__())
         return pool

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 import psutil
 
-from hermes_pool import HermesPoolError, HermesSessionManager
+from hermes_pool import HermesPoolError, HermesSessionManager, Timeouts
 
 T = TypeVar("T")
 
@@ -38,6 +38,11 @@ class FaultyProgram(Protocol):
     """Settings for a program of ``faulty_workers`` in the place of the whole worker."""
 
     def __call__(self, name: str) -> dict[str, Any]: ...
+
+
+def quick(**timeouts: Any) -> Timeouts:
+    """Timeouts for tests: what ends a worker takes no longer than it must."""
+    return Timeouts(**{"close_grace_s": 1.0, "term_grace_s": 0.5, "start_s": 15.0, **timeouts})
 
 
 def known(value: T | None) -> T:

@@ -3,11 +3,16 @@
 import ast
 import inspect
 import re
+import subprocess
 import sys
+import textwrap
 import tomllib
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +21,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import hermes_pool
-from hermes_pool import PoolSettings
-from hermes_pool.lifecycle import ALIVE, TRANSITIONS, Event, State
+from hermes_pool import PoolSettings, errors
+from hermes_pool.lifecycle import WorkerChange, WorkerState
+from hermes_pool_worker import contract
 from tests.support import known
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +39,7 @@ MAY_IMPORT = {
     "settings": {"errors"},
     # Decisions, and each thing of the outside world by itself.
     "policy": {"errors", "settings", "snapshot"},
-    "system": {"policy"},
+    "system": {"errors", "policy"},
     "storage": {"errors", "settings", "system"},
     "control": {"crash_report", "errors", "snapshot", "system"},
     "testing": set(),
@@ -45,7 +51,7 @@ MAY_IMPORT = {
         "system",
     },
     "manager": {
-        "control", "conversation", "crash_report", "errors", "lifecycle", "process", "scheduling", "settings",
+        "control", "conversation", "crash_report", "errors", "process", "scheduling", "settings",
         "snapshot", "storage", "system",
     },
     # People.
@@ -62,6 +68,7 @@ MAY_IMPORT = {
 nothing else."""
 
 THIRD_PARTY = {
+    "settings": {"msgspec"},
     "process": {"msgspec", "psutil"},
     "system": {"psutil", "structlog"},
     "storage": {"sqlalchemy", "sqlmodel"},
@@ -70,6 +77,9 @@ THIRD_PARTY = {
     "cli": {"rich", "typer"},
 }
 """The libraries that each room knows."""
+
+SHARED = {"wire", "contract", "procfs"}
+"""The modules of the worker's package that the supervisor imports as well."""
 
 HERMES = {
     "agent", "gateway", "hermes_cli", "hermes_constants", "hermes_state", "model_tools", "run_agent", "tools", "utils",
@@ -131,9 +141,10 @@ def test_imports_between_the_rooms_point_down() -> None:
 
 def test_the_modules_do_not_import_each_other_in_a_circle() -> None:
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sources(SUPERVISOR)}
+    named = {module: list(imports(file)) for module, file in modules.items()}
     above = {
-        module: {other for other in modules if any(f"{name}.".startswith(f"{other}.") for name in imports(file))}
-        for module, file in modules.items()
+        module: {other for other in modules if any(f"{name}.".startswith(f"{other}.") for name in names)}
+        for module, names in named.items()
     }
     while above:
         free = {module for module, others in above.items() if not others & set(above)}
@@ -147,11 +158,26 @@ def test_each_library_is_known_in_one_place(file: Path) -> None:
 
 
 @each_of(sources(SUPERVISOR))
-def test_the_supervisor_knows_of_the_worker_its_wire_and_its_place_only(file: Path) -> None:
+def test_the_supervisor_knows_of_the_worker_only_what_both_sides_share(file: Path) -> None:
     taken = {name.split(".")[1] for name in imports(file) if name.startswith("hermes_pool_worker.")}
     bare = "hermes_pool_worker" in set(imports(file))
-    assert taken <= {"wire"}
+    assert taken <= SHARED
     assert not bare or file.stem == "factory", "only the start of workers needs the folder"
+
+
+@pytest.mark.parametrize("name", sorted(SHARED - {"wire"}))
+def test_what_both_sides_share_beside_the_wire_needs_the_standard_library_only(name: str) -> None:
+    assert tops(WORKER / f"{name}.py") <= sys.stdlib_module_names
+
+
+def test_what_both_sides_agree_on_is_written_once() -> None:
+    agreed = {
+        value for value in vars(contract).values() if isinstance(value, str) and value.startswith(("HERMES", "--"))
+    }
+    assert len(agreed) == 5
+    for file in {*sources(SUPERVISOR), *sources(WORKER)} - {WORKER / "contract.py"}:
+        constants = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+        assert not agreed & constants, f"{file} writes again what is in contract.py"
 
 
 @each_of(sources(WORKER))
@@ -192,29 +218,29 @@ def test_what_is_never_used(file: Path) -> None:
             assert not isinstance(target, ast.BoolOp), "a pid that may be missing must not become 0"
 
 
-# --- tests ------------------------------------------------------------------------------------------------------------
-
-
-TESTED_BY = {"worker": WORKER, "bench": ROOT / "scripts" / "_bench"}
-"""Where the modules are that a folder of ``tests/unit`` is about; for all others, the folder of ``hermes_pool`` of that
-name."""
-
-
-def test_unit_tests_mirror_the_modules() -> None:
-    for file in sorted((ROOT / "tests" / "unit").rglob("test_*.py")):
-        *folders, name = file.relative_to(ROOT / "tests" / "unit").parts
-        folder = TESTED_BY.get(folders[0] if folders else "", SUPERVISOR.joinpath(*folders))
-        module = folder / name.removeprefix("test_")
-        assert module.exists(), f"{file} is named after no module: {module} does not exist"
-
-
 # --- what is promised in public ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", hermes_pool.__all__)
+INIT = ast.parse((SUPERVISOR / "__init__.py").read_text(encoding="utf-8"))
+
+
+def re_exported(node: ast.AST) -> list[str]:
+    """The names that are imported under their own name, which is how a type checker knows that they are public."""
+    imported = [each for each in ast.walk(node) if isinstance(each, ast.ImportFrom)]
+    return [alias.name for each in imported for alias in each.names if alias.asname == alias.name]
+
+
+PUBLIC = re_exported(INIT)
+MADE_BY_THE_POOL = {hermes_pool.Turn}
+"""Classes whose objects a caller is given and does not make, so that their constructors are not public."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_exists_and_is_documented(name: str) -> None:
     thing = getattr(hermes_pool, name)
     assert inspect.getdoc(thing)
+    if not isinstance(thing, type):  # an alias
+        return
     if is_dataclass(thing):
         assert not known(thing.__doc__).startswith(f"{name}("), "that is the text which dataclasses make up"
     own = [member for member in vars(thing).values() if inspect.isfunction(member)]
@@ -222,36 +248,133 @@ def test_every_public_name_exists_and_is_documented(name: str) -> None:
         assert member.__name__.startswith("_") or member.__doc__, f"{name}.{member.__name__} is not documented"
 
 
-def test_public_names_are_sorted_and_once() -> None:
-    assert hermes_pool.__all__ == sorted(set(hermes_pool.__all__))
+def test_each_name_is_public_once_and_nothing_else_is() -> None:
+    assert len(set(PUBLIC)) == len(PUBLIC)
+    known = {name for name, value in vars(hermes_pool).items() if not isinstance(value, ModuleType)}
+    assert (
+        {name for name in known if not name.startswith("_")} - {"TYPE_CHECKING"} <= set(PUBLIC) <= set(dir(hermes_pool))
+    )
+    with pytest.raises(AttributeError, match="nonsense"):
+        getattr(hermes_pool, "nonsense")  # noqa: B009 - for the type checker there is no such name
 
 
-# --- the table of states ----------------------------------------------------------------------------------------------
+def test_what_is_imported_later_is_what_a_type_checker_imports() -> None:
+    (block,) = [each for each in INIT.body if isinstance(each, ast.If)]
+    seen = {alias.name: each.module for each in block.body if isinstance(each, ast.ImportFrom) for alias in each.names}
+    assert seen == vars(hermes_pool)["_LATER"]
+    assert set(seen) <= set(PUBLIC)
 
 
-def test_every_state_has_a_row_and_every_event_a_use() -> None:
-    assert set(TRANSITIONS) == set(State)
-    assert {event for row in TRANSITIONS.values() for event in row} == set(Event)
+def test_every_error_is_public() -> None:
+    kinds = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert kinds <= set(PUBLIC)
 
 
-def test_every_state_can_be_reached_and_left_for_a_new_start() -> None:
-    def reachable(state: State) -> set[State]:
-        found, new = set(), {state}
-        while new:
-            found |= new
-            new = {after for each in new for after in TRANSITIONS[each].values()} - found
-        return found
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("hermes_pool.cli.app", {"asyncio", "psutil", "sqlalchemy", "sqlmodel", "structlog"}),
+        ("hermes_pool.manager", {"sqlalchemy", "sqlmodel", "structlog"}),
+    ],
+)
+def test_what_is_slow_to_import_waits_until_it_is_needed(module: str, heavy: set[str]) -> None:
+    program = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []
 
-    assert reachable(State.STOPPED) == set(State)
-    for state in State:
-        assert State.STARTING in reachable(state), f"{state} is a dead end"
+
+def type_checkers_names() -> dict[str, object]:
+    """What some modules import for type checkers only."""
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    return {"AsyncEngine": AsyncEngine, "ConversationStore": hermes_pool.ConversationStore}
 
 
-def test_only_an_exit_that_was_seen_leads_to_a_state_without_a_process() -> None:
-    for state in ALIVE:
-        for event, after in TRANSITIONS[state].items():
-            if after not in ALIVE:
-                assert event in (Event.DIED, Event.START_FAILED)
+def annotations_of(kind: type) -> Iterator[object]:
+    """The types of the public attributes, parameters and results of a class, as its own source declares them."""
+    names = type_checkers_names()
+    # Alone: what a library's base class declares is the library's own affair.
+    alone = type("Alone", (), {"__annotations__": inspect.get_annotations(kind), "__module__": kind.__module__})
+    hints = typing.get_type_hints(alone, localns=names)
+    yield from (hint for name, hint in hints.items() if not name.startswith("_"))
+    for name, member in vars(kind).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        is_public = not name.startswith("_") or name in ("__aenter__", "__aiter__", "__anext__")
+        if inspect.isfunction(function) and (is_public or (name == "__init__" and kind not in MADE_BY_THE_POOL)):
+            yield from typing.get_type_hints(function, localns=names).values()
+    with suppress(OSError):  # without a source there are no assignments to look at
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+            match node:
+                case ast.AnnAssign(target=ast.Attribute(attr=name)) if not name.startswith("_"):  # self.name: type
+                    yield eval(ast.unparse(node.annotation), vars(sys.modules[kind.__module__]), names)
+
+
+def types_in(annotation: object) -> Iterator[type]:
+    if isinstance(annotation, list | tuple):  # the parameters of a Callable
+        for each in annotation:
+            yield from types_in(each)
+    elif isinstance(annotation, type):
+        yield annotation
+    else:
+        yield from types_in(typing.get_args(annotation))
+
+
+def reachable_types() -> dict[type, str]:
+    """Our types that a caller can come across, each with the one through which."""
+    found: dict[type, str] = {}
+    new = {thing: "hermes_pool" for name in PUBLIC for thing in types_in(getattr(hermes_pool, name))}
+    while new:
+        found |= new
+        bases = {base: kind for kind in new for base in kind.__mro__ if base.__module__.startswith("hermes_pool")}
+        new = {
+            each: kind.__name__
+            for base, kind in bases.items()
+            for annotation in annotations_of(base)
+            for each in types_in(annotation)
+            if each.__module__.startswith("hermes_pool") and each not in found
+        }
+    return found
+
+
+def test_every_type_that_a_caller_can_come_across_is_public() -> None:
+    found = reachable_types()
+    hidden = {
+        f"{kind.__module__}.{kind.__name__}": through
+        for kind, through in found.items()
+        if getattr(hermes_pool, kind.__name__, None) is not kind
+    }
+    assert not hidden, "these are reached through the class beside them, and cannot be imported from hermes_pool"
+
+
+class Inner: ...
+
+
+class Outer:
+    """Declares a type of each kind of place, and two where nobody looks."""
+
+    declared: dict[str, list["Inner"] | None]
+    _own: hermes_pool.PoolSnapshot
+
+    def __init__(self, given: "hermes_pool.ConversationStore") -> None:
+        self._given = given
+        self.kept: hermes_pool.BreakerState | None = None
+
+    @property
+    def last(self) -> hermes_pool.DeathReport:
+        raise NotImplementedError
+
+    @classmethod
+    def made(cls, how: Callable[[hermes_pool.Exit], None]) -> None: ...
+
+    def _made(self) -> hermes_pool.Reply:
+        raise NotImplementedError
+
+
+def test_the_search_for_types_finds_them_wherever_they_are_declared() -> None:
+    found = {each for annotation in annotations_of(Outer) for each in types_in(annotation)}
+    assert {each for each in found if each.__module__ not in ("builtins", "types")} == {
+        Inner, hermes_pool.BreakerState, hermes_pool.ConversationStore, hermes_pool.DeathReport, hermes_pool.Exit,
+    }  # fmt: skip
 
 
 # --- documents --------------------------------------------------------------------------------------------------------
@@ -267,12 +390,21 @@ def readme() -> str:
 
 def test_the_readme_names_every_state_and_event(readme: str) -> None:
     words = set(re.findall(r"\w+", readme.lower()))
-    assert {str(name) for name in (*State, *Event)} <= words
+    assert {str(name) for name in (*WorkerState, *WorkerChange)} <= words
+
+
+def setting_paths() -> Iterator[str]:
+    """Every setting, as messages name it: ``workers_max``, ``timeouts.turn_s``."""
+    for each in fields(PoolSettings):
+        if is_dataclass(each.type):
+            yield from (f"{each.name}.{inner.name}" for inner in fields(each.type))
+        else:
+            yield each.name
 
 
 def test_the_readme_names_every_setting(readme: str) -> None:
     in_tables = "\n".join(line for line in readme.splitlines() if line.lstrip().startswith("|"))
-    missing = [each.name for each in fields(PoolSettings) if f"`{each.name}`" not in in_tables]
+    missing = [path for path in setting_paths() if f"`{path}`" not in in_tables]
     assert not missing
 
 
@@ -303,17 +435,3 @@ def test_every_direct_dependency_is_pinned_within_its_range() -> None:
             (specifier,) = specifiers
             assert specifier.operator == "=="
             assert requirement.specifier.contains(specifier.version)
-
-
-def test_what_both_sides_say_is_the_same_though_they_share_no_module() -> None:
-    from hermes_pool.process import connection, environment, spawn
-    from hermes_pool.system import processes
-    from hermes_pool_worker import __main__ as program
-    from hermes_pool_worker import lifeline, limits, process_tree, serve
-
-    assert processes.MARKER_VARIABLE == process_tree.MARKER_VARIABLE
-    assert spawn.LIFELINE_VARIABLE == lifeline.VARIABLE
-    assert processes.STACKS_SIGNAL == limits.STACKS_SIGNAL
-    assert environment.RLIMITS_VARIABLE == limits.RLIMITS_VARIABLE
-    assert limits.EXIT_UNUSABLE == serve.EXIT_UNUSABLE
-    assert connection.EXIT_UNUSABLE == serve.EXIT_UNUSABLE == program.EXIT_UNUSABLE

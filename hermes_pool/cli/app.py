@@ -1,46 +1,57 @@
-"""The command line ``hermes-pool``: look at the supervisors that run, stop a worker, talk from a terminal.
+"""The command line ``hermes-pool``: inspect the running supervisors, control them, chat from a terminal.
 
-Settings come from the environment: ``HERMES_POOL_`` and the name of a field of ``PoolSettings`` in capitals. Lists of
-folders are separated as in ``PATH``, mappings are JSON objects.
+Settings come from the environment, as ``PoolSettings.from_env`` reads it.
 
-What is slow to import is imported where it is used: ``hermes-pool ps`` is typed often, and by the impatient.
+Slow imports are local to the commands that need them, so that ``hermes-pool ps`` starts fast.
 """
 
 import dataclasses
 import json
-import os
 import sys
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from hermes_pool.cli.render import complain, headline, print_deaths, print_sessions, report_lines, visible
-from hermes_pool.cli.view import STOP_TIMEOUT_S, Supervisor, asked, look, reported
+from hermes_pool.cli.render import headline, print_deaths, print_error, print_sessions, report_lines, visible
+from hermes_pool.cli.view import (
+    COMMAND_TIMEOUT_S,
+    Supervisor,
+    list_deaths,
+    list_sessions,
+    none_running,
+    problem_of,
+    query_running,
+)
 from hermes_pool.control import client, messages
-from hermes_pool.errors import HermesPoolError, SettingsError
+from hermes_pool.errors import HermesPoolError
 from hermes_pool.settings import PoolSettings
 
-VARIABLE_PREFIX: Final = "HERMES_POOL_"
 DRAIN_DEADLINE_S: Final = 60.0
-"""How long ``drain`` lets turns go on, when nothing else is said."""
+"""Default ``--deadline`` of ``drain``."""
+
+INSPECT, CONVERSATIONS, POOL = "Inspect", "Control a conversation", "Control the pool"
 
 app = typer.Typer(
-    help="Shows and steers the Hermes workers of the pools on this machine.",
+    help="Inspect and control the Hermes workers on this machine, through the supervisors that run them.",
+    epilog="Exit status: 0 on success, 1 on failure, 2 if the command line is wrong, 130 if interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 StateDir = Annotated[
     Path | None,
-    typer.Option("--state-dir", help="Folder of the pool's files; default: HERMES_POOL_STATE_DIR, or the user's own."),
+    typer.Option(
+        "--state-dir",
+        help="The state_dir of the pool. Default: HERMES_POOL_STATE_DIR, or hermes-pool in your own state folder.",
+    ),
 ]
-Conversation = Annotated[str, typer.Argument(help="The conversation's id.")]
-User = Annotated[str | None, typer.Option("--user", help="The user's id, for a session of one user.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Conversation = Annotated[str, typer.Argument(help="Id of the conversation.")]
+User = Annotated[str | None, typer.Option("--user", help="Id of the user, if each user has a session of their own.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,256 +65,259 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[  # noqa: ARG001 - its callback does the work
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Show and steer the Hermes workers of the pools on this machine."""
+    """Inspect and control the Hermes workers on this machine, through the supervisors that run them."""
     for stream in (sys.stdout, sys.stderr):
-        # What a terminal or a locale cannot show is escaped; it must not end the command.
+        # Escape what a terminal or locale cannot show, instead of failing.
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 def ps(
     state_dir: StateDir = None,
     as_json: AsJson = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also show stored sessions that no supervisor knows at the moment.")
+        bool, typer.Option("--all", help="Also list stored sessions that no running supervisor knows.")
     ] = False,
 ) -> None:
-    """Show the sessions, as the running supervisors see them, or as stored when none runs.
+    """List the sessions of all running supervisors; if none is running, the stored ones.
 
-    Exit status 1 when a supervisor runs and does not answer. With --json: {"source": "supervisor" or "stored",
-    "supervisors": [{"pid", "version", "started_at", "problem", "pool"}], "sessions": [...]}; a session has the fields
-    of SessionSnapshot, a pool those of PoolSnapshot ("condition", "workers", "workers_max", "waiting", "starts", ...),
-    times in seconds and memory in bytes, and null for what cannot be known.
+    Exit status 1 if a supervisor is not responding.
+
+    The object that --json prints has three members:
+
+    - "source": "supervisor", or "stored" if no supervisor is running
+
+    - "supervisors": for each its "pid", "version", "started_at", "problem" (why it did not answer, or null) and "pool",
+      with the fields of PoolSnapshot: "state", "workers", "workers_max", "waiting", "starts", ...
+
+    - "sessions": for each the fields of SessionSnapshot
+
+    Times are in seconds and memory in bytes. What is not known is null.
     """
-    with _errors_told():
-        view = look(settings_from(os.environ, state_dir=state_dir), everything=everything)
+    with _errors_reported():
+        view = list_sessions(_settings(state_dir), everything=everything)
         if not as_json:
             for supervisor in view.supervisors:
-                if supervisor.pool is not None:  # not into the table, which is read by programs, too
+                if supervisor.pool is not None:  # on stderr, because scripts read the table
                     typer.echo(f"supervisor {supervisor.pid} is {headline(supervisor.pool)}", err=True)
         if as_json:
             typer.echo(json.dumps(view.as_object(), indent=2))
         elif view.sessions:
             if view.source == "stored":
-                typer.echo("no supervisor runs; these sessions are stored:", err=True)
+                typer.echo("no supervisor is running; these are the stored sessions:", err=True)
             print_sessions(view.sessions)
         else:
-            typer.echo("no sessions" if view.supervisors else "no supervisor runs, and nothing is stored yet", err=True)
-        _problems_told(view.supervisors)
+            text = "no sessions" if view.supervisors else "no supervisor is running, and no session is stored"
+            typer.echo(text, err=True)
+        _report_problems(view.supervisors)
 
 
-@app.command()
-def stop(conversation: Conversation, user: User = None, state_dir: StateDir = None) -> None:
-    """Stop the worker of a conversation. Its next message starts another one, in context."""
-    with _errors_told():
-        settings = settings_from(os.environ, state_dir=state_dir)
-        view = look(settings, stored=False)
-        if not view.supervisors:
-            raise HermesPoolError(f"no supervisor runs in {settings.state_dir}")
-        wanted = (conversation, user)
-        if not any((row.conversation_id, row.user_id) == wanted and row.pid is not None for row in view.sessions):
-            silent = [f"; supervisor {each.pid} {each.problem}" for each in view.supervisors if each.problem]
-            raise HermesPoolError("no worker of it runs" + "".join(silent), conversation_id=conversation)
-        request = messages.Stop(conversation, user)
-        for answer in client.query(settings.state_dir, request, STOP_TIMEOUT_S):
-            if isinstance(answer.response, messages.Failed):
-                raise HermesPoolError(answer.response.text)
-            if answer.response is None:
-                raise HermesPoolError(f"supervisor {answer.supervisor_pid} {answer.problem}")
-        typer.echo("stopped")
-
-
-Deadline = Annotated[float, typer.Option("--deadline", min=0.0, help="How long turns that run may go on, in seconds.")]
-
-
-@app.command()
-def pause(deadline: Deadline = 0.0, state_dir: StateDir = None) -> None:
-    """Begin no more turns: messages wait. Turns that run go on; --deadline says how long to wait for their end."""
-    _steer(state_dir, messages.Pause(deadline), deadline)
-
-
-@app.command()
-def resume(state_dir: StateDir = None) -> None:
-    """Begin turns again, after pause or drain."""
-    _steer(state_dir, messages.Resume())
-
-
-@app.command()
-def drain(deadline: Deadline = DRAIN_DEADLINE_S, state_dir: StateDir = None) -> None:
-    """Finish the messages that are there, refuse new ones, and end at the deadline what is left."""
-    _steer(state_dir, messages.Drain(deadline), deadline)
-
-
-@app.command()
-def resize(
-    workers_max: Annotated[int, typer.Argument(min=1, help="Most workers at once.")], state_dir: StateDir = None
-) -> None:
-    """Change the number of workers that are allowed. Where there are more, idle ones go; no turn is ended."""
-    _steer(state_dir, messages.Resize(workers_max))
-
-
-def _steer(state_dir: Path | None, request: messages.Request, deadline_s: float = 0.0) -> None:
-    """Have every supervisor of ``state_dir`` do something; print what each did. Exit status 1 if one did not."""
-    with _errors_told():
-        failed = False
-        for answer in asked(settings_from(os.environ, state_dir=state_dir), request, deadline_s + STOP_TIMEOUT_S):
-            match answer.response:
-                case messages.Done(text=text):
-                    typer.echo(f"supervisor {answer.supervisor_pid}: {visible(text)}")
-                case messages.Failed(text=text):
-                    complain(f"supervisor {answer.supervisor_pid}: {text}")
-                    failed = True
-                case _:
-                    complain(f"supervisor {answer.supervisor_pid} {answer.problem or 'answers something else'}")
-                    failed = True
-        if failed:
-            raise typer.Exit(1)
-
-
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 def deaths(
     report_id: Annotated[str | None, typer.Argument(help="Show this report in full.")] = None,
     state_dir: StateDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how the latest workers died that nobody had asked to go, or all that is known of one death.
+    """List the latest unexpected deaths of workers, or show one report in full.
 
-    The id of a report is in the error of its turn and in the log. Supervisors keep their latest reports in memory. With
-    --json: {"supervisors": [{"pid", "problem", ...}], "deaths": [...]}, with the fields of DeathReport and
-    "supervisor_pid". Exit status 1 when there is no such report, or a supervisor does not answer.
+    The id of a report is also in the error of its turn, and in the log (`worker_died`). Each supervisor keeps its
+    latest reports in memory. Exit status 1 if there is no such report, or a supervisor is not responding.
+
+    The object that --json prints has two members:
+
+    - "supervisors": for each its "pid" and "problem" (why it did not answer, or null)
+
+    - "deaths": for each the fields of DeathReport, and "supervisor_pid"
     """
-    with _errors_told():
-        supervisors, found = reported(settings_from(os.environ, state_dir=state_dir))
+    with _errors_reported():
+        supervisors, found = list_deaths(_settings(state_dir))
         if report_id is not None:
             found = [(pid, report) for pid, report in found if report.report_id == report_id]
         if as_json:
             reports = [{**dataclasses.asdict(report), "supervisor_pid": pid} for pid, report in found]
-            told = {"supervisors": [dataclasses.asdict(each) for each in supervisors], "deaths": reports}
-            typer.echo(json.dumps(told, indent=2))
+            answer = {"supervisors": [dataclasses.asdict(each) for each in supervisors], "deaths": reports}
+            typer.echo(json.dumps(answer, indent=2))
         elif report_id is not None:
             for _, report in found:
                 typer.echo("\n".join(report_lines(report)))
         elif found:
             print_deaths([report for _, report in found])
         elif all(each.problem is None for each in supervisors):
-            typer.echo("no worker has died unasked", err=True)
-        _problems_told(supervisors)
+            typer.echo("no worker has died unexpectedly", err=True)
+        _report_problems(supervisors)
         if report_id is not None and not found:
-            raise HermesPoolError(f"there is no report {report_id}, or none any more: see worker_died in the log")
+            raise HermesPoolError(
+                f"no report {report_id} is kept: check the id, or look for worker_died in the log of the supervisor"
+            )
 
 
-@app.command()
+@app.command(rich_help_panel=CONVERSATIONS)
+def stop(conversation: Conversation, user: User = None, state_dir: StateDir = None) -> None:
+    """Stop the worker of a conversation. The next message starts a new worker, which resumes the session."""
+    with _errors_reported():
+        settings = _settings(state_dir)
+        view = list_sessions(settings, stored=False)
+        if not view.supervisors:
+            raise none_running(settings)
+        wanted = (conversation, user)
+        if not any((row.conversation_id, row.user_id) == wanted and row.pid is not None for row in view.sessions):
+            silent = [f"; supervisor {each.pid} {each.problem}" for each in view.supervisors if each.problem]
+            raise HermesPoolError("it has no running worker" + "".join(silent), conversation_id=conversation)
+        request = messages.Stop(conversation, user)
+        for result in client.query(settings.state_dir, request, COMMAND_TIMEOUT_S):
+            if isinstance(result.response, messages.Failed):
+                raise HermesPoolError(result.response.text)
+            if result.response is None:
+                raise HermesPoolError(f"supervisor {result.supervisor_pid} {result.problem}")
+        typer.echo("stopped")
+
+
+@app.command(rich_help_panel=CONVERSATIONS)
 def reset(
     conversation: Annotated[
-        str | None, typer.Argument(help="The conversation's id; without it, the starts of the pool.")
+        str | None, typer.Argument(help="Id of the conversation. Without it: worker starts of the whole pool.")
     ] = None,
     user: User = None,
     state_dir: StateDir = None,
 ) -> None:
-    """Let in at once what is refused for a while, because starts have failed or a conversation's workers have died.
+    """Lift a refusal now: of worker starts after failures, or of one conversation after deaths of its workers.
 
-    It is for what the pool cannot see was mended; all else it tries again by itself. For a conversation its quarantined
-    messages are released, too.
+    Use it after a repair that the pool cannot detect; otherwise the pool retries by itself. For a conversation, it ends
+    the back-off and releases all quarantined messages.
     """
-    _steer(state_dir, messages.Reset(conversation, user))
+    _control(state_dir, messages.Reset(conversation, user))
 
 
-@app.command()
+@app.command(rich_help_panel=CONVERSATIONS)
 def release(
     conversation: Conversation,
-    fingerprint: Annotated[str, typer.Argument(help="The message's, from its error or from ps --json.")],
+    fingerprint: Annotated[str, typer.Argument(help="Fingerprint of the message, as in its error and in ps.")],
     user: User = None,
     state_dir: StateDir = None,
 ) -> None:
-    """Let a message in again that is quarantined since it has ended too many workers."""
-    with _errors_told():
-        answers = asked(
-            settings_from(os.environ, state_dir=state_dir), messages.Release(conversation, fingerprint, user)
-        )
-        if not any(isinstance(answer.response, messages.Done) for answer in answers):  # only one of them can know it
-            told = [
-                answer.response.text
-                if isinstance(answer.response, messages.Failed)
-                else f"supervisor {answer.supervisor_pid} {answer.problem or 'answers something else'}"
-                for answer in answers
+    """Release a message from quarantine. A message is quarantined after it has killed several workers."""
+    with _errors_reported():
+        results = query_running(_settings(state_dir), messages.Release(conversation, fingerprint, user))
+        if not any(isinstance(result.response, messages.Done) for result in results):  # only one supervisor knows it
+            reasons = [
+                result.response.text
+                if isinstance(result.response, messages.Failed)
+                else f"supervisor {result.supervisor_pid} {problem_of(result)}"
+                for result in results
             ]
-            raise HermesPoolError("; ".join(dict.fromkeys(told)), conversation_id=conversation)
+            raise HermesPoolError("; ".join(dict.fromkeys(reasons)), conversation_id=conversation)
         typer.echo("released")
 
 
-@app.command()
+@app.command(rich_help_panel=POOL)
+def pause(
+    deadline: Annotated[
+        float, typer.Option("--deadline", min=0.0, help="How long to wait for running turns, in seconds.")
+    ] = 0.0,
+    state_dir: StateDir = None,
+) -> None:
+    """Begin no more turns: new messages wait until resume. Running turns continue."""
+    _control(state_dir, messages.Pause(deadline), deadline)
+
+
+@app.command(rich_help_panel=POOL)
+def resume(state_dir: StateDir = None) -> None:
+    """Begin turns again, after pause or drain."""
+    _control(state_dir, messages.Resume())
+
+
+@app.command(rich_help_panel=POOL)
+def drain(
+    deadline: Annotated[
+        float, typer.Option("--deadline", min=0.0, help="When to cancel unfinished turns, in seconds from now.")
+    ] = DRAIN_DEADLINE_S,
+    state_dir: StateDir = None,
+) -> None:
+    """Refuse new messages, finish accepted ones, and cancel what is left at the deadline."""
+    _control(state_dir, messages.Drain(deadline), deadline)
+
+
+@app.command(rich_help_panel=POOL)
+def resize(
+    workers_max: Annotated[int, typer.Argument(min=1, help="The most workers that may run at once.")],
+    state_dir: StateDir = None,
+) -> None:
+    """Change the limit of workers. Idle workers above it are stopped; running turns are not interrupted."""
+    _control(state_dir, messages.Resize(workers_max))
+
+
+def _control(state_dir: Path | None, request: messages.Request, deadline_s: float = 0.0) -> None:
+    """Send a request to every supervisor and print each answer. Exit status 1 if one of them failed."""
+    with _errors_reported():
+        failed = False
+        settings = _settings(state_dir)
+        for result in query_running(settings, request, deadline_s + COMMAND_TIMEOUT_S):
+            match result.response:
+                case messages.Done(text=text):
+                    typer.echo(f"supervisor {result.supervisor_pid}: {visible(text)}")
+                case messages.Failed(text=text):
+                    print_error(f"supervisor {result.supervisor_pid}: {text}")
+                    failed = True
+                case _:
+                    print_error(f"supervisor {result.supervisor_pid} {problem_of(result)}")
+                    failed = True
+        if failed:
+            raise typer.Exit(1)
+
+
+@app.command(rich_help_panel=CONVERSATIONS)
 def chat(
-    conversation: Annotated[str, typer.Argument(help="The conversation's id.")] = "terminal",
+    conversation: Annotated[str, typer.Argument(help="Id of the conversation.")] = "terminal",
     agent: Annotated[
-        str | None, typer.Option("--agent", help="Who answers: hermes, echo, or package.module:factory.")
+        str | None,
+        typer.Option(
+            "--agent",
+            help="The agent: hermes, echo, or package.module:factory. Default: HERMES_POOL_AGENT, or hermes.",
+        ),
     ] = None,
     scripted: Annotated[
-        bool, typer.Option("--scripted", help="The real Hermes with a scripted model: no key, no network, no memory.")
+        bool,
+        typer.Option(
+            "--scripted", help="Run the real Hermes on a scripted model: no key, no network, nothing is kept."
+        ),
     ] = False,
     state_dir: StateDir = None,
 ) -> None:
-    """Talk to a worker from the terminal. Ctrl-C stops an answer, Ctrl-D leaves.
+    """Chat with an agent in the terminal. Ctrl-C stops the answer, Ctrl-D leaves.
 
-    When the input is no terminal, each of its lines is a message; the exit status is 1 if one of them failed.
+    If the input is not a terminal, each line of it is a message. Exit status 1 if one of them failed.
     """
-    with _errors_told():
-        settings = settings_from(os.environ, state_dir=state_dir, agent=agent)
-        from hermes_pool.cli.chat import talk  # noqa: PLC0415 - nobody else needs it
+    with _errors_reported():
+        settings = _settings(state_dir, agent=agent)
+        from hermes_pool.cli.chat import talk  # noqa: PLC0415 - no other command needs it
 
         raise typer.Exit(talk(settings, conversation, scripted=scripted))
 
 
-def settings_from(environment: Mapping[str, str], **given: Any) -> PoolSettings:
-    """Return the settings that ``environment`` names; what is ``given`` and not ``None`` goes first.
-
-    An empty variable counts as unset. ``SettingsError`` names the variable that cannot be read.
-    """
-    values: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(PoolSettings).items():
-        variable = VARIABLE_PREFIX + name.upper()
-        if given.get(name) is not None:
-            values[name] = given[name]
-        elif text := environment.get(variable):
-            try:
-                values[name] = _converted(kind, text)
-                PoolSettings(**{name: values[name]})
-            except ValueError as error:  # SettingsError is one, too
-                raise SettingsError(f"the environment variable {variable} is {text!r}: {error}") from None
-    return PoolSettings(**values)
-
-
-def _converted(kind: Any, text: str) -> Any:
-    if kind in (int, float):
-        return kind(text)
-    origin = typing.get_origin(kind)
-    if origin is tuple:
-        return tuple(part for part in text.split(os.pathsep) if part)
-    if origin is Mapping:
-        value = json.loads(text)
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-        return value
-    return Path(text) if Path in (kind, *typing.get_args(kind)) else text
+def _settings(state_dir: Path | None, **given: str | None) -> PoolSettings:
+    """Return the settings of the environment; an option of the command line goes first."""
+    options: dict[str, Any] = {"state_dir": state_dir, **given}
+    return PoolSettings.from_env(**{name: value for name, value in options.items() if value is not None})
 
 
 @contextmanager
-def _errors_told() -> Iterator[None]:
-    """Turn an error of ours into its text and exit status 1."""
+def _errors_reported() -> Iterator[None]:
+    """Turn one of our errors into one message on stderr and exit status 1."""
     try:
         yield
     except HermesPoolError as error:
-        complain(str(error))
+        print_error(str(error))
         raise typer.Exit(1) from None
 
 
-def _problems_told(supervisors: Sequence["Supervisor"]) -> None:
-    """Say who has not answered; exit status 1 where that is anybody."""
+def _report_problems(supervisors: Sequence["Supervisor"]) -> None:
+    """Print which supervisors did not answer. Exit status 1 if there is one."""
     problems = [each for each in supervisors if each.problem is not None]
     for supervisor in problems:
-        complain(f"supervisor {supervisor.pid} {supervisor.problem}")
+        print_error(f"supervisor {supervisor.pid} {supervisor.problem}")
     if problems:
         raise typer.Exit(1)

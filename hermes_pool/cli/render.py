@@ -1,4 +1,4 @@
-"""What the command line prints: tables that fit the terminal, or go in full to a program; words for numbers."""
+"""What the command line prints: tables, fitted to a terminal or in full for a program, and readable numbers."""
 
 import re
 import sys
@@ -22,25 +22,29 @@ _ID_CELLS_MIN: Final = 6
 
 
 def headline(pool: PoolSnapshot) -> str:
-    """Return the pool in one line of words."""
+    """Return the state of the pool in one line."""
     parts = [f"{visible(pool.state)}: {pool.workers} of {pool.workers_max} workers"]
     if pool.waiting:
-        wait = "" if pool.expected_wait_s is None else f" (about {duration(pool.expected_wait_s)} for a further one)"
-        parts.append(f"{pool.waiting} waiting for one{wait}")
+        wait = "" if pool.expected_wait_s is None else f" (a new one would wait about {duration(pool.expected_wait_s)})"
+        parts.append(f"{_messages(pool.waiting)} waiting for a worker{wait}")
     if pool.held:
-        parts.append(f"{pool.held} held until it is resumed")
-    told = ", ".join(parts)
+        parts.append(f"{_messages(pool.held)} held until resume")
+    text = ", ".join(parts)
     starts = pool.starts
     if starts is None or starts.state == BreakerState.CLOSED:
-        return told
-    how = "have failed and are tried again"
+        return text
+    how = "have failed and are being retried"
     if starts.state == BreakerState.OPEN and starts.retry_after_s is not None:
         how = f"are refused for {duration(starts.retry_after_s)}"
-    return f"{told}; starts {how}: {visible(starts.last_error or 'it is not known why')}"
+    return f"{text}; worker starts {how}: {visible(starts.last_error or 'reason unknown')}"
+
+
+def _messages(count: int) -> str:
+    return f"{count} message" if count == 1 else f"{count} messages"
 
 
 def print_sessions(sessions: Sequence[SessionSnapshot]) -> None:
-    """Print the table: fitted to a terminal, in full and without colours anywhere else."""
+    """Print the table: fitted to a terminal; in full and without colours to anything else."""
     rows = [_cells(row) for row in sessions]
     if sys.stdout.isatty():
         from rich.console import Console  # noqa: PLC0415
@@ -55,11 +59,11 @@ def _cells(row: SessionSnapshot) -> list[str]:
     state = row.state if row.health in ("none", "alive") else f"{row.state},{row.health}"
     if row.jobs:
         state += f",jobs={len(row.jobs)}"
-    if row.retry_after_s is not None:  # in one word, as all cells but the last are
+    if row.retry_after_s is not None:  # without spaces: scripts split the line into words
         state += f",backoff={duration(row.retry_after_s)}"
-    troubles = [f"quarantined: {', '.join(row.quarantined)}"] if row.quarantined else []
+    problems = [f"quarantined: {', '.join(row.quarantined)}"] if row.quarantined else []
     if row.last_error:
-        troubles.append(row.last_error)
+        problems.append(row.last_error)
     return [
         visible(row.conversation_id + user),
         visible(row.session_id or "-"),
@@ -71,17 +75,17 @@ def _cells(row: SessionSnapshot) -> list[str]:
         duration(row.cpu_s),
         str(row.turns),
         str(row.restart_count),
-        visible("; ".join(troubles) or "-"),
+        visible("; ".join(problems) or "-"),
     ]
 
 
 def _colour(state: str) -> str:
-    plain = _WITH_JOBS.sub("", state)  # to have work in the background is no trouble
+    plain = _WITH_JOBS.sub("", state)  # background jobs are nothing to worry about
     return _COLOURS.get(plain, "" if "," not in plain else "red")
 
 
 def plain_table(rows: Sequence[Sequence[str]], headings: Sequence[str] = _HEADINGS) -> str:
-    """Return all of it, aligned, with two spaces between columns."""
+    """Return a table that is cut nowhere: aligned, with two spaces between columns."""
     table = [[heading.upper() for heading in headings], *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(headings))]
     return "\n".join(
@@ -94,7 +98,7 @@ def plain_table(rows: Sequence[Sequence[str]], headings: Sequence[str] = _HEADIN
 
 
 def _print_fitted(console: Any, rows: Sequence[Sequence[str]]) -> None:
-    """Print a table as wide as the terminal: ids are shortened in their middle, errors follow on lines of their own."""
+    """Print a table that fits the terminal: long ids are shortened in the middle, errors follow below the table."""
     from rich.cells import cell_len  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -123,7 +127,7 @@ _DEATH_HEADINGS: Final = ("when", "report", "conversation", "turn", "exit")
 
 
 def print_deaths(reports: Sequence[DeathReport]) -> None:
-    """Print a table, a line for each: fitted to a terminal, in full anywhere else."""
+    """Print a table, one line for each death: fitted to a terminal, in full to anything else."""
     rows = [_death_cells(report) for report in reports]
     if sys.stdout.isatty():
         from rich.console import Console  # noqa: PLC0415
@@ -144,7 +148,7 @@ def _death_cells(report: DeathReport) -> list[str]:
 
 
 def _print_deaths_fitted(console: Any, rows: Sequence[Sequence[str]]) -> None:
-    """Print a table as wide as the terminal: ids are shortened, and how it ended goes on in further lines."""
+    """Print a table that fits the terminal: long ids are shortened, and the exit wraps."""
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
@@ -158,44 +162,44 @@ def _print_deaths_fitted(console: Any, rows: Sequence[Sequence[str]]) -> None:
 
 
 def report_lines(report: DeathReport) -> list[str]:
-    """Return all that a report says, for people."""
-    turn = "none ran"
+    """Return the whole report as lines of text."""
+    turn = "none was running"
     if report.turn_id is not None:
-        said = "nothing was heard" if report.last_event is None else f"the last event was {report.last_event}"
-        silent = "" if report.silent_s is None else f", {report.silent_s:.1f} s before"
-        turn = f"{report.turn_id}, attempt {report.attempt}; {said}{silent}"
+        event = "no event received" if report.last_event is None else f"last event {report.last_event}"
+        silence = "" if report.silent_s is None else f", {report.silent_s:.1f} s before the death"
+        turn = f"{report.turn_id}, attempt {report.attempt}; {event}{silence}"
     pid = "no process" if report.pid is None else f"pid {report.pid}"
     facts = {
         "report": report.report_id,
         "conversation": report.conversation_id,
         "when": report.at,
-        "worker": f"{pid}, number {report.incarnation} of its session, ran for {report.uptime_s:.1f} s",
+        "worker": f"{pid}, incarnation {report.incarnation}, ran for {report.uptime_s:.1f} s",
         "exit": report.exit,
         "turn": turn,
         "open tools": ", ".join(report.tools_open) or "none",
-        "verdict": report.verdict or "not judged",
+        "verdict": report.verdict or "none",
     }
     lines = [f"{name + ':':14}{visible(value)}" for name, value in facts.items()]
     curve = [f"{before_s:8.1f} s before: {size(count)}" for before_s, count in report.memory]
-    for name, more in (
+    for name, content in (
         ("memory", curve),
         ("stacks", report.stacks),
         ("last lines on stderr", report.stderr_tail),
     ):
-        lines += [f"{name}:", *(f"    {visible(line)}" for line in more)] if more else [f"{name}: none"]
+        lines += [f"{name}:", *(f"    {visible(line)}" for line in content)] if content else [f"{name}: none"]
     return lines
 
 
-def complain(text: str) -> None:
-    """Print an error, to stderr."""
+def print_error(text: str) -> None:
+    """Print an error to stderr."""
     typer.echo(f"hermes-pool: {visible(text, keep=chr(10))}", err=True)
 
 
-# --- words and numbers ------------------------------------------------------------------------------------------------
+# --- text and numbers -------------------------------------------------------------------------------------------------
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Return ``text`` with escapes for all that does not print (control characters, bidi marks, lone surrogates)."""
+    """Return ``text`` with everything unprintable escaped (control characters, bidi marks, lone surrogates)."""
     if text.isprintable():
         return text
     return "".join(
@@ -204,7 +208,7 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def shortened(text: str, cells: int) -> str:
-    """Return ``text`` in at most ``cells`` columns of a terminal, an ellipsis in place of its middle."""
+    """Return ``text`` in at most ``cells`` columns of a terminal, with an ellipsis for the middle if it is longer."""
     from rich.cells import cell_len, chop_cells, set_cell_size  # noqa: PLC0415
 
     if cell_len(text) <= cells:

@@ -1,6 +1,5 @@
-"""What the commands know: the answers of all supervisors, or what the store holds."""
+"""What the commands show: the answers of all supervisors, or what the store holds."""
 
-import asyncio
 import dataclasses
 import socket
 from datetime import UTC, datetime
@@ -10,18 +9,19 @@ from typing import Any, Final, Literal
 from hermes_pool.control import client, messages
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import HermesPoolError
-from hermes_pool.settings import PoolSettings
+from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
+from hermes_pool.storage.record import SessionRecord
 
-STOP_TIMEOUT_S: Final = 60.0
-"""How long ``stop`` waits; a worker is given its graces before it is killed."""
+COMMAND_TIMEOUT_S: Final = 60.0
+"""How long a command waits for the supervisors: a worker gets its grace periods before it is killed."""
 STORE_TIMEOUT_S: Final = 5.0
-"""How long ``ps`` waits for the database."""
+"""How long ``ps`` waits for the database, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Supervisor:
-    """One running supervisor; ``problem`` says in words why it has not told more."""
+    """One running supervisor. ``problem`` says why the rest is missing; it follows "supervisor 123" in a sentence."""
 
     pid: int
     version: str | None = None
@@ -32,66 +32,83 @@ class Supervisor:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """All that ``ps`` shows. ``source`` is ``stored`` when no supervisor runs."""
+    """All that ``ps`` shows. ``source`` is ``stored`` if no supervisor is running."""
 
     source: Literal["supervisor", "stored"]
     supervisors: list[Supervisor]
     sessions: list[SessionSnapshot]
 
     def as_object(self) -> dict[str, Any]:
-        """Return it in built-in types."""
+        """Return it in built-in types, for JSON."""
         return dataclasses.asdict(self)
 
 
-def look(settings: PoolSettings, *, everything: bool = False, stored: bool = True) -> View:
-    """Ask all supervisors of ``state_dir``; where none runs, or for ``everything``, read the store as well."""
+def list_sessions(settings: PoolSettings, *, everything: bool = False, stored: bool = True) -> View:
+    """Query all supervisors of ``state_dir``.
+
+    With ``stored``, the sessions in the store are added if no supervisor is running, or ``everything`` is wanted.
+    """
     supervisors, sessions = [], []
-    for answer in client.query(settings.state_dir, messages.Ps()):
-        reply = answer.response
+    for result in client.query(settings.state_dir, messages.Ps()):
+        reply = result.response
         if isinstance(reply, messages.PsReply):
-            supervisors.append(Supervisor(answer.supervisor_pid, reply.version, reply.started_at, pool=reply.pool))
+            supervisors.append(Supervisor(result.supervisor_pid, reply.version, reply.started_at, pool=reply.pool))
             sessions += reply.sessions
         else:
-            problem = reply.text if isinstance(reply, messages.Failed) else answer.problem or "answers something else"
-            supervisors.append(Supervisor(answer.supervisor_pid, problem=problem))
+            supervisors.append(Supervisor(result.supervisor_pid, problem=problem_of(result)))
     if stored and (everything or not supervisors):
         known = {(row.conversation_id, row.user_id) for row in sessions}
         sessions += [row for row in stored_sessions(settings) if (row.conversation_id, row.user_id) not in known]
     return View("supervisor" if supervisors else "stored", supervisors, sessions)
 
 
-def asked(settings: PoolSettings, request: messages.Request, timeout_s: float = STOP_TIMEOUT_S) -> list[client.Answer]:
-    """Ask all supervisors of ``state_dir``; ``HermesPoolError`` where none runs."""
-    answers = client.query(settings.state_dir, request, timeout_s)
-    if not answers:
-        raise HermesPoolError(f"no supervisor runs in {settings.state_dir}")
-    return answers
-
-
-def reported(settings: PoolSettings) -> tuple[list[Supervisor], list[tuple[int, DeathReport]]]:
-    """Return all supervisors, and the deaths that they know with the supervisor's pid, the latest first."""
+def list_deaths(settings: PoolSettings) -> tuple[list[Supervisor], list[tuple[int, DeathReport]]]:
+    """Return all supervisors, and the deaths that they remember, latest first, each with its supervisor's pid."""
     supervisors, found = [], []
-    for answer in asked(settings, messages.Deaths(), client.QUERY_TIMEOUT_S):
-        reply = answer.response
+    for result in query_running(settings, messages.Deaths(), client.QUERY_TIMEOUT_S):
+        reply = result.response
         if isinstance(reply, messages.DeathsReply):
-            supervisors.append(Supervisor(answer.supervisor_pid))
-            found += [(answer.supervisor_pid, report) for report in reply.reports]
+            supervisors.append(Supervisor(result.supervisor_pid))
+            found += [(result.supervisor_pid, report) for report in reply.reports]
         else:
-            problem = reply.text if isinstance(reply, messages.Failed) else answer.problem or "answers something else"
-            supervisors.append(Supervisor(answer.supervisor_pid, problem=problem))
+            supervisors.append(Supervisor(result.supervisor_pid, problem=problem_of(result)))
     return supervisors, sorted(found, key=lambda each: each[1].at, reverse=True)
 
 
+def query_running(
+    settings: PoolSettings, request: messages.Request, timeout_s: float = COMMAND_TIMEOUT_S
+) -> list[client.QueryResult]:
+    """Query all supervisors of ``state_dir``. Raises ``HermesPoolError`` if none is running."""
+    results = client.query(settings.state_dir, request, timeout_s)
+    if not results:
+        raise none_running(settings)
+    return results
+
+
+def none_running(settings: PoolSettings) -> HermesPoolError:
+    """Return the error for a command that needs a supervisor where none is running."""
+    return HermesPoolError(f"no supervisor is running for {settings.state_dir}: start one, or check --state-dir")
+
+
+def problem_of(result: client.QueryResult) -> str:
+    """Return why a supervisor did not do what it was asked, to follow "supervisor 123" in a sentence."""
+    if isinstance(result.response, messages.Failed):
+        return f"reports: {result.response.text}"
+    return result.problem or "sent an unexpected response (perhaps its hermes-pool has another version)"
+
+
 def stored_sessions(settings: PoolSettings) -> list[SessionSnapshot]:
-    """Return what the store holds; nothing, and nothing is made, where there is no database yet."""
+    """Return the sessions in the store. Empty if there is no database yet; none is created."""
     url = settings.store_url
     if url.startswith("sqlite") and not Path(url.partition("///")[2].partition("?")[0]).exists():
         return []
-    from hermes_pool.storage import store  # noqa: PLC0415
+    import asyncio  # noqa: PLC0415 - like the two below, slow to import, and needed here only
+
+    from hermes_pool.storage.store import ConversationStore  # noqa: PLC0415
     from hermes_pool.system import processes  # noqa: PLC0415
 
-    async def read() -> list[tuple[Any, store.SessionRecord]]:
-        database = store.ConversationStore.from_url(url, min(settings.database_timeout_s, STORE_TIMEOUT_S))
+    async def read() -> list[tuple[SessionKey, SessionRecord]]:
+        database = ConversationStore.from_url(url, min(settings.timeouts.database_s, STORE_TIMEOUT_S))
         try:
             return list(await database.records())
         finally:
@@ -102,8 +119,8 @@ def stored_sessions(settings: PoolSettings) -> list[SessionSnapshot]:
         here = record.host == socket.gethostname()
         seen = None
         if here and record.pid is not None and record.create_time is not None:
-            seen = processes.look(record.pid, record.create_time)
-        lives = seen is not None and seen.health in ("alive", "frozen")
+            seen = processes.inspect_tree(record.pid, record.create_time)
+        is_alive = seen is not None and seen.health in ("alive", "frozen")
         rows.append(
             SessionSnapshot(
                 conversation_id=key.conversation_id,
@@ -112,9 +129,9 @@ def stored_sessions(settings: PoolSettings) -> list[SessionSnapshot]:
                 state=record.status,
                 health="none" if seen is None else seen.health,
                 agent=record.agent or "",
-                # Of a process that is gone, the pid is nobody's, or somebody else's.
-                pid=record.pid if lives else None,
-                create_time=record.create_time if lives else None,
+                # The pid of a process that is gone may belong to another one by now.
+                pid=record.pid if is_alive else None,
+                create_time=record.create_time if is_alive else None,
                 incarnation=record.incarnation,
                 idle_s=_since(record.last_used_at),
                 rss_bytes=None if seen is None else seen.rss_bytes,

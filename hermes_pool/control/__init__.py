@@ -1,1 +1,1 @@
-"""The control socket: how another process sees and steers a supervisor."""
+"""The control socket, through which other processes see and control a running supervisor."""

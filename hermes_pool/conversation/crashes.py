@@ -1,4 +1,4 @@
-"""Tells of a death: gathers its report, and makes the error of the turn that died with it."""
+"""Describes a death: its report, and the error of the turn that died with it."""
 
 import secrets
 from collections.abc import Sequence
@@ -6,20 +6,22 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any
 
-from hermes_pool.conversation.turn import Turn
+from hermes_pool.conversation.active_turn import ActiveTurn
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError
-from hermes_pool.process.connection import Death, WorkerConnection
+from hermes_pool.policy.recovery import Decision
+from hermes_pool.process.connection import WorkerConnection
+from hermes_pool.process.death import Death
 from hermes_pool.settings import SessionKey
 
-TOOLS_TOLD = 20
-"""How many tools an error names in its text; all are in its ``tools``."""
+TOOLS_NAMED = 20
+"""How many tools an error names in its text. All are in its ``tools``."""
 
 
 def report_of(
     connection: WorkerConnection,
     death: Death,
-    turn: Turn | None,
+    turn: ActiveTurn | None,
     *,
     key: SessionKey,
     incarnation: int,
@@ -49,26 +51,28 @@ def report_of(
     )
 
 
-def crashed(turn: Turn, report: DeathReport, *, replays_always: bool, what_next: str) -> WorkerCrashedError:
-    """Return the error of a turn that no further worker will run."""
-    told: dict[str, Any] = {
+def died_with(
+    turn: ActiveTurn, report: DeathReport, decision: Decision, what_next: str = "The next message gets a new one"
+) -> TurnInterruptedError | WorkerCrashedError:
+    """Return the error of a turn that no further worker will run: by ``decision``, an interruption or a crash."""
+    facts: dict[str, Any] = {
         "exit": report.exit,
         "returncode": report.returncode,
         "conversation_id": report.conversation_id,
         "stderr_tail": report.stderr_tail,
         "report": report,
     }
-    if turn.tools_started and not replays_always:
+    if decision is Decision.INTERRUPT:
         names = list(dict.fromkeys(turn.tools_started))
-        tools = ", ".join(names[:TOOLS_TOLD]) + (", ..." if len(names) > TOOLS_TOLD else "")
+        tools = ", ".join(names[:TOOLS_NAMED]) + (", ..." if len(names) > TOOLS_NAMED else "")
         return TurnInterruptedError(
-            f"the worker {report.exit} after a tool had started ({tools}); its effect may have happened, so the "
+            f"the worker {report.exit} after a tool had started ({tools}). Its effect may have happened, so the "
             f"message was not run again: look before you send it again (report {report.report_id})",
             tools=turn.tools_started,
-            **told,
+            **facts,
         )
     times = "once" if turn.deaths == 1 else f"{turn.deaths} times"
     return WorkerCrashedError(
-        f"the worker {report.exit}; this message has ended a worker {times}. {what_next} (report {report.report_id})",
-        **told,
+        f"the worker {report.exit}. This message has ended a worker {times}. {what_next} (report {report.report_id})",
+        **facts,
     )

@@ -1,62 +1,69 @@
-"""The clocks of a turn: its total time, and its time without a sign of progress.
+"""The limits of a turn: its total time, and its time without a sign of progress.
 
-Silence while a tool runs, while a question waits for its answer, or while the consumer does not read, is nobody's
-fault: the clock of progress stands still then.
+Silence while a tool runs, while a question waits for its answer, or while the caller does not read is nobody's fault:
+the clock of progress stands still then.
 """
 
 import asyncio
 from collections.abc import Callable
+from enum import StrEnum
 
-from hermes_pool.conversation.turn import Turn
-from hermes_pool.settings import PoolSettings
+from hermes_pool.conversation.active_turn import ActiveTurn
+from hermes_pool.lifecycle import TurnState
+from hermes_pool.settings import Timeouts
+
+
+class Limit(StrEnum):
+    """A limit of time, by the setting that sets it."""
+
+    TURN = "timeouts.turn_s"
+    PROGRESS = "timeouts.progress_s"
 
 
 class TurnDeadlines:
     """Watches the turns of one session, one after the other, with one timer.
 
-    The timer is not set anew for every frame, nor for every turn: when it rings, it looks how late it really is.
+    The timer is not set anew for every frame, nor for every turn: when it fires, it looks how late it really is.
+    ``on_limit`` is called with the turn, the limit and its length in seconds.
     """
 
-    def __init__(self, settings: PoolSettings, on_limit: Callable[[Turn, str, float], None]) -> None:
-        self._turn_timeout_s = settings.turn_timeout_s
-        self._progress_timeout_s = settings.progress_timeout_s
+    def __init__(self, timeouts: Timeouts, on_limit: Callable[[ActiveTurn, Limit, float], None]) -> None:
+        self._turn_s = timeouts.turn_s
+        self._progress_s = timeouts.progress_s
         self._on_limit = on_limit
         self._loop = asyncio.get_running_loop()
-        self._turn: Turn | None = None
+        self.turn: ActiveTurn | None = None
+        """The turn that is watched. Without one the timer goes on: a further turn may need it soon."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, turn: Turn) -> None:
+    def watch(self, turn: ActiveTurn) -> None:
         """Watch a turn from now on, instead of the one before."""
-        self._turn = turn
+        self.turn = turn
         if self._timer is None:
-            self._ring_at(turn)
-
-    def rest(self) -> None:
-        """Watch no turn for now. The timer goes on: a further turn may need it soon."""
-        self._turn = None
+            self._set_timer(turn)
 
     def stop(self) -> None:
         """Watch nothing."""
-        self._turn = None
+        self.turn = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _ring_at(self, turn: Turn) -> None:
-        at = min(turn.began_at + self._turn_timeout_s, turn.heard_at + self._progress_timeout_s)
-        self._timer = self._loop.call_at(at, self._ring)
+    def _set_timer(self, turn: ActiveTurn) -> None:
+        at = min(turn.began_at + self._turn_s, turn.heard_at + self._progress_s)
+        self._timer = self._loop.call_at(at, self._fire)
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         self._timer = None
-        turn, now = self._turn, self._loop.time()
-        if turn is None or turn.outcome is not None:
-            self._turn = None
+        turn, now = self.turn, self._loop.time()
+        if turn is None or turn.state is TurnState.SETTLED:
+            self.turn = None
             return
         if turn.lags or turn.tools_open or any(until > now for until in turn.questions_open.values()):
             turn.heard_at = now
-        if now >= turn.began_at + self._turn_timeout_s:
-            self._on_limit(turn, "turn_timeout_s", self._turn_timeout_s)
-        elif now >= turn.heard_at + self._progress_timeout_s:
-            self._on_limit(turn, "progress_timeout_s", self._progress_timeout_s)
+        if now >= turn.began_at + self._turn_s:
+            self._on_limit(turn, Limit.TURN, self._turn_s)
+        elif now >= turn.heard_at + self._progress_s:
+            self._on_limit(turn, Limit.PROGRESS, self._progress_s)
         else:
-            self._ring_at(turn)
+            self._set_timer(turn)

@@ -1,46 +1,63 @@
-"""What is known of one session beyond its worker, and how it gets into the store and back.
+"""What is known of a session beyond its worker, and its way into the store and back.
 
-The worker comes and goes; this is what a conversation is resumed with. It changes with each turn and is stored beside
-the turns: soon after a change, and always before an idle worker is stopped.
+Workers come and go; a conversation is resumed with this. It changes with each turn and is stored beside the turns: soon
+after a change, and always before an idle worker is stopped.
 """
 
 import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime
 from time import time
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from hermes_pool.errors import StateNotWritableError, StoreError
+from hermes_pool.errors import HermesPoolError, StateNotWritableError, StoreError
+from hermes_pool.policy.liveness import ProcessIdentity
 from hermes_pool.settings import SessionKey
-from hermes_pool.storage.store import ConversationStore, SessionRecord
+from hermes_pool.storage.record import SessionRecord
+from hermes_pool_worker import wire
+
+if TYPE_CHECKING:  # SQLAlchemy takes longer to import than all else together
+    from hermes_pool.storage.store import ConversationStore
 
 Status = Literal["healthy", "dormant", "failed"]
 
 
 class SessionMetadata:
-    """The books of one session. ``changed`` is called when there is something new to store."""
+    """The metadata of one session. ``changed`` is called when there is something new to store."""
 
     def __init__(
-        self, key: SessionKey, store: ConversationStore, *, agent: str, host: str, log: Any, changed: Callable[[], None]
+        self,
+        key: SessionKey,
+        store: "ConversationStore",
+        *,
+        agent: str,
+        host: str,
+        log: Any,
+        changed: Callable[[], None],
     ) -> None:
         self.session_id: str | None = None
         """The agent's own name of the session."""
         self.committed: str | None = None
-        """The agent's mark of the history, after the last turn that ended with a reply."""
-        self.status: Status = "dormant"
-        self.worker: tuple[int, float] | None = None
-        """The identity of its worker: pid, and create time in seconds since the epoch."""
+        """The agent's mark in its history, after the last turn that ended with a reply."""
+        self.worker: ProcessIdentity | None = None
+        """The worker, while it is ready."""
         self.incarnation = 0
-        """The how-manieth worker it has, or had last."""
+        """The number of the current or last worker, counted from 1 in this supervisor."""
         self.restart_count = 0
+        """How many dead workers have been replaced."""
         self.turns = 0
+        """How many turns have ended with a reply."""
         self.last_error: str | None = None
-        self.last_used_at: float | None = None
-        """End of the last turn, in seconds since the epoch."""
+        self.unfinished: wire.Turn | None = None
+        """The turn that the next worker may find unfinished in the history, since the one before has died with it."""
+        self.given_up = False
+        """Whether the caller of ``unfinished`` was told that it failed: then its reply is not wanted any more."""
         self.unsaved = False
         """Whether something has changed since it was stored."""
         self.save_error: StoreError | None = None
         """Why it could not be stored the last time; ``None`` when it could."""
+        self._status: Status = "dormant"
+        self._last_used_at: float | None = None  # seconds since the epoch
         self._saved_session_id: str | None = None
         self._key = key
         self._store = store
@@ -50,6 +67,66 @@ class SessionMetadata:
         self._changed = changed
         self._saving = asyncio.Lock()
 
+    # --- what has happened ---
+
+    def start_begun(self) -> None:
+        """Count a worker that is being started."""
+        self.incarnation += 1
+
+    def start_failed(self, error: Exception) -> None:
+        """Remember why there is no worker."""
+        self._status = "failed"
+        self.last_error = str(error)
+        self.save_soon()
+
+    def opened(self, opened: wire.Opened, worker: ProcessIdentity, *, replaces: bool) -> None:
+        """Learn that a worker is ready; ``replaces`` one that died unasked."""
+        if replaces:
+            self.restart_count += 1
+        self.session_id, self.committed = opened.session_id, opened.committed
+        self.unfinished, self.given_up = None, False
+        self._status, self.worker = "healthy", worker
+        self.save_soon()
+
+    def died(self, error: str | None, unfinished: wire.Turn | None) -> None:
+        """Learn that the worker has died, with ``error`` if nobody wanted that, and maybe in the middle of a turn."""
+        self._status, self.worker = "dormant", None
+        self.last_error = error or self.last_error
+        if unfinished is not None:
+            self.unfinished, self.given_up = unfinished, False
+
+    def replacements_spent(self) -> None:
+        """Learn that a turn has lost more workers than may be replaced for it."""
+        self._status = "failed"
+
+    def turn_given_up(self, unfinished: wire.Turn) -> None:
+        """Learn that a turn has ended without a reply, and that no worker is left to take it out of the history."""
+        self.unfinished, self.given_up = unfinished, True
+
+    def moved(self, session_id: str) -> None:
+        """Learn that the agent goes on under another session id."""
+        self.session_id = session_id
+        self.save_soon()
+
+    def turn_done(self, done: wire.TurnDone) -> None:
+        """Learn where the session stands after a turn that has ended with a reply."""
+        self.session_id, self.committed = done.session_id, done.committed
+
+    def turn_failed(self, failed: wire.TurnFailed) -> None:
+        """Learn where the session stands after a turn that the agent could not answer."""
+        self.session_id = failed.session_id or self.session_id
+        self.committed = failed.committed or self.committed
+
+    def turn_settled(self, error: HermesPoolError | None) -> None:
+        """Note the end of a turn. This is on the path of every turn: a save that is due is not asked for again."""
+        if error is not None:
+            self.last_error = str(error)
+        self._last_used_at = time()
+        if not self.unsaved or self.save_error is not None or self._saved_session_id != self.session_id:
+            self.save_soon()
+
+    # --- the record ---
+
     @property
     def identity_is_stored(self) -> bool:
         """Whether the store knows this session: a host that dies now loses nothing but the last second's figures."""
@@ -57,14 +134,14 @@ class SessionMetadata:
 
     @property
     def last_used(self) -> str | None:
-        """End of the last turn, ISO 8601 in UTC."""
-        if self.last_used_at is None:
+        """The end of the last turn, ISO 8601 in UTC."""
+        if self._last_used_at is None:
             return None
-        return datetime.fromtimestamp(self.last_used_at, UTC).isoformat(timespec="milliseconds")
+        return datetime.fromtimestamp(self._last_used_at, UTC).isoformat(timespec="milliseconds")
 
-    def record(self, status: Status | None = None) -> SessionRecord:
-        """Return what is stored; ``status`` tells of a change that is about to be made."""
-        status = status or self.status
+    def record(self, status: Status | None = None, error: str | None = None) -> SessionRecord:
+        """Return what is stored; ``status`` and ``error`` tell of a change that is about to be made."""
+        status = status or self._status
         pid, create_time = self.worker if self.worker is not None and status == "healthy" else (None, None)
         return SessionRecord(
             session_id=self.session_id,
@@ -78,34 +155,28 @@ class SessionMetadata:
             create_time=create_time,
             host=self._host,
             agent=self._agent,
-            last_error=self.last_error,
+            last_error=error or self.last_error,
         )
-
-    def used(self) -> None:
-        """Take note of a turn's end. On the path of every turn: who is to be stored soon is not asked for again."""
-        self.last_used_at = time()
-        if not self.unsaved or self.save_error is not None or not self.identity_is_stored:
-            self.save_soon()
 
     def save_soon(self) -> None:
         """Have it stored."""
         self.unsaved = True
         self._changed()
 
-    async def save(self, status: Status | None = None) -> bool:
-        """Store it now; say whether that worked. A failure is logged, and shown until it is mended."""
+    async def save(self, status: Status | None = None, *, error: str | None = None) -> bool:
+        """Store it now; return whether that worked. A failure is logged, and shown until a later save succeeds."""
         if self.session_id is None:
             return True  # nothing to come back to
         async with self._saving:  # one after the other, so that an older record never overwrites a newer one
-            record = self.record(status)
+            record = self.record(status, error)
             self.unsaved = False
             try:
                 await self._store.save(self._key, record)
-            except StoreError as error:
+            except StoreError as failure:
                 self.unsaved = True
-                if str(error) != str(self.save_error):  # told once, though it is tried again and again
-                    self._log.warning("save_failed", error=str(error))
-                self.save_error = error
+                if str(failure) != str(self.save_error):  # logged once, though it is tried again and again
+                    self._log.warning("save_failed", error=str(failure))
+                self.save_error = failure
                 return False
             self.save_error = None
             self._saved_session_id = record.session_id
@@ -113,12 +184,12 @@ class SessionMetadata:
 
     @property
     def never_storable(self) -> bool:
-        """Whether the last failure is one that no further try mends: its row cannot take what is ours."""
+        """Whether the last save failed for good: the conversation's row cannot take what is ours."""
         return isinstance(self.save_error, StateNotWritableError)
 
     async def recall(self) -> None:
         """Read what is stored, unless what is known here is newer. Raises ``StoreError`` where nobody can tell."""
-        if self.session_id is not None and self.unsaved:
+        if self.session_id is not None and (self.unsaved or self._saving.locked()):
             return
         try:
             stored = await self._store.load(self._key)

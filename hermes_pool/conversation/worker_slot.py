@@ -1,24 +1,23 @@
-"""A session's place for a worker: empty, being filled, taken, being vacated.
+"""A session's slot for a worker: empty, being filled, taken, being emptied.
 
-Here a worker is started when one is wanted, watched while it lives, stopped, and mourned when it dies by itself. What
-it is asked and what it answers is none of this module's business: the session, whose place it is, sees to the turns.
-Every change of state goes through ``became``, which asks the table in ``lifecycle``.
+A worker is started here when one is wanted, watched while it lives, stopped or killed, and reported when it dies. What
+a turn asks of it is the session's business. Every change of state goes through the worker's table in ``lifecycle``.
 """
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from logging import DEBUG, INFO
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
-from hermes_pool import lifecycle
+from hermes_pool.conversation.active_turn import ActiveTurn
+from hermes_pool.conversation.background_jobs import BackgroundJobs
 from hermes_pool.conversation.crashes import report_of
 from hermes_pool.conversation.metadata import SessionMetadata
-from hermes_pool.conversation.turn import Turn
+from hermes_pool.conversation.services import SessionServices
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import (
     HermesPoolError,
@@ -28,100 +27,77 @@ from hermes_pool.errors import (
     WorkerStartError,
     WorkerUnusableError,
 )
-from hermes_pool.lifecycle import Event, State
+from hermes_pool.lifecycle import ALIVE, WORKER, WorkerChange, WorkerState
 from hermes_pool.policy.breakers import RestartBudget
-from hermes_pool.policy.liveness import Diagnosis, ProcessIdentity, Verdict
-from hermes_pool.process.connection import Death, Stopped, WorkerConnection, kill_strays
-from hermes_pool.process.factory import WorkerFactory
-from hermes_pool.scheduling.admission import Admission, Occupant
-from hermes_pool.settings import PoolSettings, SessionKey
-from hermes_pool.storage.store import ConversationStore
+from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, Sample
+from hermes_pool.process.connection import WorkerConnection
+from hermes_pool.process.death import Death, Stopped
+from hermes_pool.scheduling.admission import Occupant
 from hermes_pool.system import processes
-from hermes_pool.system.log import wants
+from hermes_pool.system.log import is_enabled_for
 from hermes_pool.system.sampler import Sampler
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
 
 SWEEP_UP_AFTER_S = 0.1
-"""How long after a death its orphans are looked for. The look takes milliseconds of this interpreter's lock."""
+"""How long after a death to look for what it left. The look holds the interpreter's lock for milliseconds."""
 _OF_THE_POOL = (WorkerUnusableError, NoCapacityError, PoolUnavailableError)
-"""Failed starts that say nothing of this session."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionServices:
-    """What all sessions of a pool share."""
-
-    settings: PoolSettings
-    factory: WorkerFactory
-    store: ConversationStore
-    host: str
-    log: Any
-    admission: Admission
-    sampler: Sampler
-    save_soon: Callable[[Any], None]
-    """Called with a session of which there is something new to store."""
-    in_background: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
-    new_turn_id: Callable[[], str]
-    on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None
-    """Called with what an agent's work in the background has brought."""
-    reports: deque[DeathReport]
-    """The latest deaths."""
-
-
-class Tenant(Occupant, Protocol):
-    """The session, as its place sees it."""
-
-    @property
-    def turn_running(self) -> Turn | None:
-        """The turn that runs, if one does."""
-
-    def refuse_if_closed(self) -> None:
-        """Raise ``PoolClosedError`` where no worker is wanted any more."""
-
-    def heard(self, message: Any) -> None:
-        """Take a frame of a turn."""
-
-    def heard_background(self, message: wire.BackgroundStarted | wire.BackgroundFinished) -> None:
-        """Take note of work that outlasts its turn, and of its end."""
-
-    def worker_ready(self, opened: wire.Opened) -> None:
-        """Take note of a worker that is ready."""
-
-    def worker_gone(self, report: DeathReport, *, wanted: bool) -> None:
-        """Take note of the end of a worker that was ready; ``wanted`` says that the pool had decided it before."""
+"""Failed starts for which this session is not to blame."""
 
 
 class WorkerSlot:
-    """The place for the worker of one session."""
+    """The slot for the worker of one session, the ``occupant`` that admission knows.
 
-    def __init__(self, tenant: Tenant, metadata: SessionMetadata, services: SessionServices, log: Any) -> None:
-        self.state = State.STOPPED
+    ``on_frame`` gets the frames of turns and returns whether anybody had asked for them. ``on_ready`` hears of a worker
+    that has opened the session, and ``on_death`` of the end of one that had, and whether the pool had decided on it.
+    """
+
+    def __init__(
+        self,
+        occupant: Occupant,
+        metadata: SessionMetadata,
+        services: SessionServices,
+        log: Any,
+        *,
+        on_frame: Callable[[wire.TurnFrame], bool],
+        on_ready: Callable[[wire.Opened], None],
+        on_death: Callable[[DeathReport, bool], None],
+    ) -> None:
+        self.state = WorkerState.STOPPED
         self.connection: WorkerConnection | None = None
         """The worker, while it is ready."""
+        self.turn: ActiveTurn | None = None
+        """The turn that the worker has, or that waits for another worker since that one died."""
         self.diagnosis: Diagnosis | None = None
-        """What it was up to when it was looked at last, in a turn."""
+        """What the worker was doing at the last look, in a turn."""
         self.unreplaced: DeathReport | None = None
-        """The death of the last worker that nobody wanted, until another one has taken over."""
-        self._id = tenant.key.conversation_id
-        self.restart_budget = RestartBudget(services.settings, monotonic, random.random, conversation_id=self._id)
-        self._tenant = tenant
+        """The death of the last worker, if nobody wanted it and no other worker has taken over."""
+        self.retiring: str | None = None
+        """Why the worker is to go as soon as it has nothing to do."""
+        self.jobs = BackgroundJobs(services.settings.timeouts.background_s, asyncio.get_running_loop().time)
+        self.connection_heard = on_frame  # straight to the session: nothing lies between a frame and its turn
+        self._id = occupant.key.conversation_id
+        self.restart_budget = RestartBudget(
+            services.settings.restarts, monotonic, random.random, conversation_id=self._id
+        )
+        self.occupant = occupant
         self._metadata = metadata
         self._services = services
         self._log = log
+        self._on_ready = on_ready
+        self._on_death = on_death
         self._loop = asyncio.get_running_loop()
         self._begun: WorkerConnection | None = None
         self._starting: asyncio.Task[wire.Opened] | None = None
-        self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
-        self._ready_after_s = 0.0  # from the process' begin, and rather too little than too much
-        self._servers: frozenset[int] = frozenset()  # what the agent had started by then
-        self.connection_heard = tenant.heard  # straight to whom it concerns
-        self.connection_background = tenant.heard_background
+        self._ending: asyncio.Task[Stopped] | None = None
+        self._logs_turns, self._logs_changes = is_enabled_for(DEBUG), is_enabled_for(INFO)
+        self._ready_after_s = 0.0  # since the process began; rather too early than too late
+        self._servers: frozenset[int] = frozenset()  # processes that the agent had started by then
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no worker, and none is on the way."""
-        return self.state not in lifecycle.ALIVE and self._starting is None
+        return self.state not in ALIVE and self._starting is None
 
     @property
     def newest(self) -> WorkerConnection | None:
@@ -130,223 +106,329 @@ class WorkerSlot:
 
     # --- filling it ---
 
-    def refuse_start(self) -> None:
-        """Raise ``RestartBackoffError`` or ``PoolUnavailableError`` while no worker is to be started."""
+    def check_start(self) -> None:
+        """Raise ``RestartBackoffError`` or ``PoolUnavailableError`` while no worker may be started."""
         self.restart_budget.check()
         self._services.factory.breaker.check(self._id)
 
-    async def filled(self, unfinished: wire.Turn | None, *, given_up: bool = False) -> wire.Opened:
-        """Start a worker, or wait for the start that goes on already.
+    async def fill(self) -> wire.Opened:
+        """Start a worker, or wait for the start that is under way; return what it told when it had opened the session.
 
-        ``unfinished`` is the turn in which the one before died, and ``given_up`` says that its caller knows. Giving up
-        the wait does not give up the start, unless that still stands in line for room and nobody else wants it.
+        A caller that stops waiting does not end the start, unless it still waits for room and nobody else wants it.
         """
         if self._starting is None:
-            self.refuse_start()
-            self._starting = self._services.in_background(self._fill(unfinished, given_up))
+            self.check_start()
+            self._starting = self._services.in_background(self._fill())
         starting = self._starting
         try:
             await asyncio.wait({starting})
         except asyncio.CancelledError:
-            if not self._tenant.waiting and self.state not in lifecycle.ALIVE:
+            if not self.occupant.waiting and self.state not in ALIVE:
                 self._give_up(starting)
             raise
         if starting.cancelled():
-            raise TurnCancelledError("stopped while its worker was starting", conversation_id=self._id)
+            sent = self.turn is not None  # to the worker before
+            raise TurnCancelledError(
+                "stopped while its worker was starting", sent=sent, retryable=not sent, conversation_id=self._id
+            )
         return starting.result()
 
     async def stop_filling(self) -> None:
-        """Give up the start that goes on, if one does, and wait until nothing is left of it."""
+        """Give up the start that is under way, if one is, and wait until nothing is left of it."""
         if (starting := self._starting) is not None:
             starting.cancel()
             await asyncio.wait({starting})
             self._give_up(starting)
 
-    def _give_up(self, starting: "asyncio.Task[wire.Opened]") -> None:
+    def _give_up(self, starting: asyncio.Task[wire.Opened]) -> None:
         starting.cancel()
         if self._starting is starting:  # cancelled before its first step, it cannot do so itself
             self._starting = None
 
-    async def _fill(self, unfinished: wire.Turn | None, given_up: bool) -> wire.Opened:
+    async def _fill(self) -> wire.Opened:
+        admission = self._services.admission
         try:
-            await self._services.admission.make_room(self._tenant)
-            self._tenant.refuse_if_closed()
-            self.became(Event.START_BEGUN)
+            await admission.make_room(self.occupant)
+            admission.check_open(self.occupant)
+            self.became(WorkerChange.START_BEGUN)
             try:
-                connection = await self._services.factory.start(
-                    self._id, self._request(unfinished, given_up), self, self._start_failed
-                )
-            except (
-                asyncio.CancelledError
-            ):  # by ``stop_filling``; the connection has seen to the process before it let go
-                self.became(Event.STOP_BEGUN)
-                self.became(Event.DIED)
+                connection = await self._services.factory.start(self._id, self._request(), self, self._launch_failed)
+            except asyncio.CancelledError:  # the connection saw to the process before it let go
+                self.became(WorkerChange.STOP_BEGUN)
+                self.became(WorkerChange.DIED)
                 raise
             except Exception as error:
-                self._stays_empty(error)
+                self._start_failed(error)
                 raise
-            return self._taken(connection)
+            return self._take(connection)
         finally:
             if self._starting is None or self._starting is asyncio.current_task():
                 self._starting = self._begun = None
 
-    async def _request(self, unfinished: wire.Turn | None, given_up: bool) -> wire.Open:
+    async def _request(self) -> wire.Open:
         metadata = self._metadata
-        if self._tenant.turn_running is None:  # else nobody can know better than we
+        if self.turn is None:  # in a turn, nobody can know better than we do
             await metadata.recall()
         return self._services.factory.request(
             self._id,
             session_id=metadata.session_id,
             committed=metadata.committed,
-            unfinished=unfinished,
-            given_up=given_up,
+            unfinished=metadata.unfinished,
+            given_up=metadata.given_up,
         )
 
-    def _start_failed(self, error: WorkerStartError) -> None:
+    def _launch_failed(self, error: WorkerStartError) -> None:
         self._log.warning("start_failed", step=error.step, error=error.message)
 
-    def _stays_empty(self, error: Exception) -> None:
+    def _start_failed(self, error: Exception) -> None:
         if isinstance(error, HermesPoolError):
-            error.conversation_id = self._id  # a factory knows of none
+            error.conversation_id = self._id  # the factory does not know it
+        self._metadata.start_failed(error)
         if isinstance(error, WorkerStartError) and not isinstance(error, _OF_THE_POOL):
             self.restart_budget.note_death()
-        self.became(Event.START_FAILED, error=str(error))
-        self._metadata.status = "failed"
-        self._metadata.last_error = str(error)
-        self._metadata.save_soon()
+        self.became(WorkerChange.START_FAILED, error=str(error))
 
-    def _taken(self, connection: WorkerConnection) -> wire.Opened:
-        opened, process, metadata = connection.opened, connection.process, self._metadata
-        assert opened is not None  # noqa: S101 - for the type checker: a connection that was started has opened
+    def _take(self, connection: WorkerConnection) -> wire.Opened:
+        opened, process = connection.opened, connection.process
+        assert opened is not None  # noqa: S101 - for the type checker: a worker that was started has opened
         assert process is not None  # noqa: S101
         self.connection = connection
         self._ready_after_s = monotonic() - connection.started_at - connection.steps.get("launch", 0.0)
-        self._servers = processes.children_known(process.pid)
-        if self.unreplaced is not None:
-            metadata.restart_count += 1
-            self.unreplaced = None
-        metadata.session_id, metadata.committed = opened.session_id, opened.committed
-        metadata.status, metadata.worker = "healthy", (process.pid, process.create_time)
-        self._tells_turns, self._tells_changes = wants(DEBUG), wants(INFO)
-        self._tenant.worker_ready(opened)
-        self.became(Event.OPENED, resumed=opened.resumed, steps=connection.steps)
+        self._servers = processes.child_pids(process.pid)
+        self._logs_turns, self._logs_changes = is_enabled_for(DEBUG), is_enabled_for(INFO)
+        self.jobs.rest()
+        replaces, self.unreplaced = self.unreplaced is not None, None
+        self._on_ready(opened)
+        self.became(WorkerChange.OPENED, resumed=opened.resumed, steps=connection.steps)
         if opened.notice is not None:
             self._log.warning("not_resumed", notice=opened.notice)
-        metadata.save_soon()
+        self._metadata.opened(opened, (process.pid, process.create_time), replaces=replaces)
         return opened
 
-    async def processes_left(self) -> tuple[str, ...]:
-        """Return the names of the processes that live below the worker and began after it was ready.
+    # --- a turn ---
 
-        What the agent started in order to open, such as its servers, is not work of a turn.
+    def hand_over(self, turn: ActiveTurn) -> None:
+        """Give the worker, which is idle, a turn."""
+        assert self.connection is not None  # noqa: S101 - for the type checker: an idle worker is there
+        self.turn = turn
+        self.became(WorkerChange.TURN_BEGUN)
+        self.connection.hand_over(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
+
+    def turn_settled(self) -> None:
+        """Learn that the turn has ended."""
+        turn, self.turn = self.turn, None
+        self.jobs.rest()
+        if self.state is WorkerState.BUSY or self.state is WorkerState.STOPPING:
+            self.became(WorkerChange.TURN_ENDED)
+        if self.connection is None:
+            self._services.admission.changed(self.occupant, self.state)  # it has kept its permit for the turn
+        elif turn is not None and turn.lags:
+            self.connection.resume_reading()
+
+    async def work_left(self) -> tuple[str, ...]:
+        """Return the names of what the agent has not finished: its open jobs or, if it told of none, its processes.
+
+        What the agent had started in order to open, such as its servers, does not count.
         """
         worker = self._metadata.worker
+        if self.jobs.names or not self._services.settings.timeouts.background_s:
+            return self.jobs.names
         if self.connection is None or worker is None:
             return ()
-        return await in_thread_or_here(partial(processes.begun_later, *worker, self._ready_after_s, self._servers))
-
-    # --- vacating it ---
-
-    async def vacate(self, reason: str) -> Stopped | None:
-        """Stop the worker; return what it took, or ``None`` where there is none or another one stops it already."""
-        connection = self.connection
-        if connection is None or self.state not in (State.IDLE, State.BUSY):  # it died by itself in the meantime
-            return None
-        self.became(Event.STOP_BEGUN, reason=reason)
-        settings = self._services.settings
-        stopping = self._services.in_background(connection.stop(settings.close_grace_s, settings.term_grace_s))
-        await asyncio.wait({stopping})  # whoever gives up waiting does not give up the stop
-        stopped: Stopped = stopping.result()
-        self._log.info("stopped", how=stopped.how, strays=stopped.strays, left=stopped.left)
-        return stopped
-
-    async def end_deaf(self) -> tuple[str, ...]:
-        """Kill a worker that has not obeyed a cancel; return where its threads were."""
-        connection = self.connection
-        if connection is None or self.state is not State.BUSY:
-            return ()
-        self.became(Event.STOP_BEGUN, reason="the turn did not end when it was cancelled")
-        stacks = () if connection.is_frozen() else await connection.take_stacks()
-        self._services.in_background(
-            connection.kill("did not obey a cancel", term_grace_s=self._services.settings.term_grace_s)
+        return await in_thread_or_here(
+            partial(processes.descendants_started_after, *worker, self._ready_after_s, self._servers)
         )
-        return stacks
 
-    async def end_frozen(self) -> None:
-        """Kill an idle worker that somebody has stopped (SIGSTOP): it would keep the turn that it is given."""
+    # --- emptying it ---
+
+    async def stop(self, reason: str) -> Stopped | None:
+        """Stop the worker; return what it took, or ``None`` where there is none. Waits for an end that has begun.
+
+        A caller that stops waiting does not end the stop.
+        """
         connection = self.connection
-        if connection is None or self.state is not State.IDLE or not connection.is_frozen():
-            return
-        self._log.warning("idle_worker_frozen")
-        self.became(Event.STOP_BEGUN, reason="it was stopped by a signal")
-        await asyncio.wait({self._services.in_background(connection.kill("was stopped by a signal"))})
+        if connection is not None and (self.state is WorkerState.IDLE or self.state is WorkerState.BUSY):
+            self.became(WorkerChange.STOP_BEGUN, reason=reason)
+            timeouts = self._services.settings.timeouts
+            self._end(connection.stop(timeouts.close_grace_s, timeouts.term_grace_s))
+        if self._ending is None:
+            return None
+        ending = self._ending
+        await asyncio.wait({ending})
+        return ending.result()
 
-    async def end_stuck(self, diagnosis: Diagnosis) -> None:
-        """Kill a worker that hangs, and learn before where; for its turn that is a death like any other."""
-        connection = self.connection
-        if connection is None or self.state is not State.BUSY or connection.verdict is not None:
-            return
-        turn, connection.verdict = self._tenant.turn_running, f"{diagnosis.verdict}: {diagnosis.reason}"
-        self._log.warning("worker_stuck", verdict=diagnosis.verdict.value, reason=diagnosis.reason)
-        if diagnosis.verdict is not Verdict.FROZEN:
-            await connection.take_stacks()
-        if self._tenant.turn_running is turn:
-            connection.condemn(f"was {diagnosis.verdict} ({diagnosis.reason})")
-        else:  # to be asked where it is has interrupted what it was waiting for
-            connection.verdict = None
+    def _end(self, ending: Coroutine[Any, Any, Stopped]) -> None:
+        """Have the worker ended, by the one task that does so until nothing is left of it."""
 
-    async def end_for(self, reason: str) -> None:
-        """Kill the worker for a ``reason`` that follows "the worker". An idle one is saved first: nobody waits."""
-        if self.state is State.IDLE:
+        async def end() -> Stopped:
+            try:
+                stopped = await ending
+                self._log.info("stopped", how=stopped.how, strays=stopped.strays, left=stopped.left)
+                return stopped
+            finally:
+                self._ending = None
+
+        self._ending = self._services.in_background(end())
+
+    async def kill(self, reason: str, *, wanted: bool, diagnosis: Diagnosis | None = None) -> None:
+        """Kill the worker for a ``reason`` that follows "the worker".
+
+        A death that is not ``wanted`` counts, and its turn goes on as after any other death; an idle worker is saved
+        first. With a ``diagnosis`` it is killed because it hangs: it is asked first where, and lives if that made it go
+        on. A caller that stops waiting does not end the kill.
+        """
+        connection, turn = self.connection, self.turn
+        if connection is None or connection.verdict is not None:
+            return
+        if self.state is not WorkerState.BUSY and (self.state is not WorkerState.IDLE or diagnosis is not None):
+            return
+        if wanted:
+            self.became(WorkerChange.STOP_BEGUN, reason=reason)
+            self._end(self._kill(connection, reason, hangs=turn is not None))
+            await self.stop(reason)
+            return
+        if self.state is WorkerState.IDLE:
             await self._metadata.save("dormant")
+        if diagnosis is not None:
+            connection.verdict = f"{diagnosis.verdict}: {diagnosis.reason}"
+            self._log.warning("worker_stuck", verdict=diagnosis.verdict.value, reason=diagnosis.reason)
+            if not connection.is_frozen():
+                await connection.take_stacks()
+            if self.turn is not turn:  # the signal for its stacks has interrupted what it was waiting for
+                connection.verdict = None
+                return
+        connection.condemn(reason)
+
+    async def _kill(self, connection: WorkerConnection, reason: str, *, hangs: bool) -> Stopped:
+        frozen = connection.is_frozen()
+        if hangs and not frozen:
+            await connection.take_stacks()
+        return await connection.kill(reason, 0.0 if frozen else self._services.settings.timeouts.term_grace_s)
+
+    def retire(self, reason: str) -> None:
+        """Let the worker go: now if it is idle, else after its turn and its work in the background."""
+        if self.state is WorkerState.BUSY or self.jobs.keep_worker:
+            self.retiring = reason
+        else:
+            self._services.in_background(self.occupant.hibernate(0.0, reason=reason))
+
+    # --- what the monitor asks ---
+
+    @property
+    def worker(self) -> ProcessIdentity | None:
+        """The worker, while it is ready."""
+        return self._metadata.worker
+
+    @property
+    def worker_age_s(self) -> float:
+        """How long the worker has been running, in seconds."""
+        return 0.0 if self.connection is None else monotonic() - self.connection.started_at
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the worker has a turn, or work in the background that may go on."""
+        return self.state is not WorkerState.IDLE or self.jobs.keep_worker
+
+    def ask(self) -> None:
+        """Ask the worker for a sign of life, unless it owes one already."""
         if self.connection is not None:
-            self.connection.condemn(reason)
+            self.connection.ask()
+
+    def evidence(
+        self, samples: tuple[Sample, ...], at_rest: frozenset[ProcessIdentity], trusted_from: float
+    ) -> Evidence:
+        """Return all that is known of the worker in its turn."""
+        turn, now = self.turn, self._loop.time()
+        excuse = None
+        if turn is not None and turn.lags:
+            excuse = "waits until its events are read"
+        elif turn is not None and turn.questions_open:
+            excuse = "waits for an answer"
+        return Evidence(
+            now=now,
+            heard_at=now if turn is None else turn.heard_at,
+            begun=turn is None or turn.last_event is not None,
+            asked_at=None if self.connection is None else self.connection.asked_at,
+            samples=samples,
+            at_rest=at_rest,
+            tools_open=() if turn is None else tuple(turn.tools_open.values()),
+            excuse=excuse,
+            trusted_from=trusted_from,
+        )
 
     # --- what the worker does (connection.ConnectionListener) ---
 
     def connection_begun(self, connection: WorkerConnection) -> None:
-        """Take note of the worker that is being started."""
-        self._metadata.incarnation += 1
+        """Expect the worker that is being started."""
+        self._metadata.start_begun()
         self._begun = connection
 
-    def note_unasked(self) -> None:
-        """Take note of a frame of the worker's, or of the one that is being started, that has no addressee."""
-        if self.newest is not None:
-            self.newest.note_unasked()
+    def connection_background(self, frame: wire.BackgroundFrame) -> bool:
+        """Take news of work that outlasts its turn; return whether it was expected."""
+        jobs = self.jobs
+        if self.connection is None:
+            return False
+        if isinstance(frame, wire.BackgroundStarted):
+            kept = jobs.started(frame.job_id, frame.name)
+            if kept:
+                self._log.info("background_started", job_id=frame.job_id, job=frame.name)
+            return kept
+        name = jobs.finished(frame.job_id)
+        if name is None:
+            return False
+        self._log.info("background_finished", job_id=frame.job_id, job=name)
+        self._tell_host(frame)
+        if not jobs.names and self.state is WorkerState.IDLE:
+            self._services.admission.changed(self.occupant, self.state)  # who needs room may have its worker now
+            if self.retiring is not None:
+                self._services.in_background(self.occupant.hibernate(0.0, reason=self.retiring))
+        return True
+
+    def _tell_host(self, finished: wire.BackgroundFinished) -> None:
+        if self._services.on_background is not None:
+            try:
+                self._services.on_background(self.occupant.key, finished)
+            except Exception as error:  # noqa: BLE001 - the host's fault, and not the worker's
+                self._log.error("on_background_failed", error=repr(error), exc_info=error)
 
     def connection_said(self, line: str) -> None:
-        """Pass a line of the worker's stderr on to the log."""
+        """Log a line of the worker's stderr."""
         self._log.info("worker_stderr", line=line)
 
     def connection_died(self, connection: WorkerConnection, death: Death) -> None:
-        """Take note of the end of a worker, whoever caused it."""
+        """Learn of the end of a worker."""
         if connection is not self.connection:
-            return  # it never became ready; its start tells the story
-        worker, metadata = self._metadata.worker, self._metadata
-        self.connection = self.diagnosis = metadata.worker = None
-        metadata.status = "dormant"
-        self.became(Event.DIED, exit=str(death), wanted=death.wanted)
+            return  # it never became ready: its start reports it
+        worker, metadata, turn = self._metadata.worker, self._metadata, self.turn
+        self.connection = self.diagnosis = self.retiring = None
+        self.became(WorkerChange.DIED, exit=str(death), wanted=death.wanted)
         report = report_of(
             connection,
             death,
-            self._tenant.turn_running,
-            key=self._tenant.key,
+            turn,
+            key=self.occupant.key,
             incarnation=metadata.incarnation,
             now=self._loop.time(),
             memory=() if worker is None else self._memory_of(worker),
         )
+        metadata.died(
+            error=None if death.wanted else f"the worker {report.exit}",
+            unfinished=None if turn is None else wire.Turn(turn.turn_id, turn.attempt, turn.text),
+        )
+        lost = self.jobs.lost()
         if not death.wanted:
             self.unreplaced = report
             self.restart_budget.note_death()
-            metadata.last_error = f"the worker {report.exit}"
             self._services.reports.append(report)
-            # Whoever waits for this turn comes first: the log may take longer than all else here.
-            self._loop.call_later(0, self._tell, report)
+            # The turn's caller comes first: the log may take longer than all else here.
+            self._loop.call_later(0, self._log_death, report, lost)
             self._services.in_background(_sweep_up(connection.marker, self._services.sampler, worker))
-        self._tenant.worker_gone(report, wanted=death.wanted)
+        self._on_death(report, death.wanted)
 
-    def _tell(self, report: DeathReport) -> None:
+    def _log_death(self, report: DeathReport, lost: tuple[str, ...]) -> None:
         self._log.warning("worker_died", **asdict(report))
+        if lost:
+            self._log.warning("background_lost", work=lost)
 
     def _memory_of(self, worker: ProcessIdentity) -> list[tuple[float, int]]:
         now = monotonic()
@@ -355,25 +437,29 @@ class WorkerSlot:
 
     # --- the table ---
 
-    def became(self, event: Event, **facts: Any) -> None:
+    def became(self, event: WorkerChange, **facts: Any) -> None:
         """Make a transition and announce it; the facts go into the log."""
         before = self.state
-        self.state = lifecycle.after(before, event)
-        if event is Event.TURN_BEGUN or event is Event.TURN_ENDED:
-            if self._tells_turns:
+        self.state = WORKER[before][event]
+        if event is WorkerChange.TURN_BEGUN or event is WorkerChange.TURN_ENDED:
+            if self._logs_turns:
                 self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
-        elif self._tells_changes:
+        elif self._logs_changes:
             self._log.info(event.value, state=self.state.value, before=before.value, **facts)
-        self._services.admission.changed(self._tenant)
+        self._services.admission.changed(self.occupant, self.state)
 
 
 async def _sweep_up(marker: str, sampler: Sampler, worker: ProcessIdentity | None) -> None:
-    """End what the tools of a dead worker have left; a little later, since whoever waits for the turn comes first."""
+    """Kill what the tools of a dead worker have left; a little later, since the turn's caller comes first."""
     try:
         await asyncio.sleep(SWEEP_UP_AFTER_S)
     finally:  # also when the pool closes before
-        await in_thread_or_here(
-            lambda: (kill_strays(marker), worker is not None and processes.kill(sampler.process_tree(worker)))
-        )
+        await in_thread_or_here(partial(_kill_left, marker, sampler, worker))
         if worker is not None:
             sampler.forget(worker)
+
+
+def _kill_left(marker: str, sampler: Sampler, worker: ProcessIdentity | None) -> None:
+    processes.kill(processes.find_by_marker(marker))
+    if worker is not None:
+        processes.kill(sampler.process_tree(worker))

@@ -1,1 +1,1 @@
-"""Decisions, pure: facts go in, a decision comes out; clock and randomness are handed in."""
+"""Pure decisions: facts go in, a decision comes out. Clock and randomness are parameters."""

@@ -1,9 +1,8 @@
-"""What is not tried again for now: restarts of a session, a message that kills, starts of a pool that cannot start.
+"""Circuit breakers: restarts of one session, and starts of the entire pool.
 
-Three policies that act on nothing. They are told what happened and answer whether the next try is let in; they take a
-clock (monotonic, in seconds) and a ``random`` (0 to 1), and belong to one event loop. None shuts anybody out for good:
-each lets a try in by itself after a while, is cleared by success, shown by ``snapshot()`` and cleared by ``reset()``.
-The one exception is a quarantined message, which stays out until it is released; any other message goes through.
+Both are pure policies. They are told what happened, and answer whether a worker may be started. They take a clock
+(monotonic, in seconds) and a ``random`` (from 0 to 1), and belong to one event loop. Neither blocks for good: each
+allows another start by itself after a while. A success or ``reset()`` closes it, and ``snapshot()`` shows its state.
 """
 
 from collections import deque
@@ -19,51 +18,52 @@ from hermes_pool.errors import (
     WorkerStartError,
     WorkerUnusableError,
 )
-from hermes_pool.settings import PoolSettings
+from hermes_pool.settings import BACKOFF_MAX_S, PROBE_MAX_S, RestartPolicy, StartPolicy
 from hermes_pool.snapshot import BreakerSnapshot, BreakerState
 
 _DOUBLINGS_MAX = 60
-"""Beyond, a delay is at its limit anyway, and a float would overflow at some thousand."""
+"""Limits the exponent: the delay has long reached its maximum, and a float overflows after a thousand doublings."""
 
 
-def backoff_s(first_s: float, most_s: float, times_before: int, random: Callable[[], float]) -> float:
-    """Return a delay in seconds: ``first_s``, doubled for each time before, at most ``most_s``.
+def backoff_s(initial_s: float, max_s: float, previous: int, random: Callable[[], float]) -> float:
+    """Return a delay in seconds: ``initial_s``, doubled for each previous failure, up to ``max_s``.
 
-    Between half of it and all of it, as ``random`` says, so that those who failed together do not come back together.
+    ``random`` picks between half the delay and all of it, so that callers that failed together do not retry together.
     """
-    whole_s = min(most_s, first_s * 2.0 ** min(times_before, _DOUBLINGS_MAX))
-    return whole_s * (0.5 + 0.5 * random())
+    full_s = min(max_s, initial_s * 2.0 ** min(previous, _DOUBLINGS_MAX))
+    return full_s * (0.5 + 0.5 * random())
 
 
 # --- per session ------------------------------------------------------------------------------------------------------
 
 
 class RestartBudget:
-    """How often the workers of one session may die (``restarts_in_window_max`` in ``restarts_window_s``).
+    """Limits how often the workers of one session may die: ``deaths_in_window_max`` in ``window_s``.
 
-    The death that is one too many begins a back-off: no worker is started in it, and a message that needs one is
-    refused. It lasts ``restart_backoff_s``, and twice as long each further time, up to ``restart_backoff_max_s``. Then
-    it is half open until a turn is completed, which refills everything, or a worker dies, which begins the next
-    back-off. Time alone makes no back-off shorter. Nobody counts who is let in half open: a conversation has one turn
-    at a time. So a try that shows nothing (it was cancelled, say) needs no word, and the next one is let in.
+    One death more starts a back-off, in which no worker is started and a message that needs one is refused. It lasts
+    ``backoff_s``, and twice as long each further time, up to ``BACKOFF_MAX_S``. Then the budget is half open: a
+    completed turn resets it, and another death starts the next back-off. Time alone shortens no back-off.
+
+    There is no limit on starts while it is half open, because a conversation has one turn at a time. A start that
+    shows nothing, because it was cancelled for example, need not be reported.
     """
 
     def __init__(
         self,
-        settings: PoolSettings,
+        policy: RestartPolicy,
         clock: Callable[[], float],
         random: Callable[[], float],
         *,
         conversation_id: str | None = None,
     ) -> None:
-        self._settings = settings
+        self._policy = policy
         self._clock = clock
         self._random = random
         self._conversation_id = conversation_id
-        self._deaths: deque[float] = deque(maxlen=settings.restarts_in_window_max + 1)
+        self._deaths: deque[float] = deque(maxlen=policy.deaths_in_window_max + 1)
         self._backoffs = 0
         self._retry_at: float | None = None
-        """When the back-off ends; set until a turn is completed."""
+        """When the back-off ends; stays set until a turn is completed."""
 
     @property
     def state(self) -> BreakerState:
@@ -73,46 +73,44 @@ class RestartBudget:
         return BreakerState.OPEN if self._clock() < self._retry_at else BreakerState.HALF_OPEN
 
     def check(self) -> None:
-        """Raise ``RestartBackoffError``, which says for how long, while no worker is to be started."""
+        """Raise ``RestartBackoffError``, with the remaining time, while no worker may be started."""
         retry_after_s = self._retry_after_s()
         if retry_after_s is not None:
             raise RestartBackoffError(
-                f"its workers keep dying ({len(self._deaths)} without a completed turn in between), so none is started "
-                f"for another {retry_after_s:.1f} s: send it again then",
+                f"its workers keep dying ({len(self._deaths)} deaths without a completed turn in between), so none "
+                f"is started for another {retry_after_s:.1f} s: send the message again after that",
                 retry_after_s=retry_after_s,
                 conversation_id=self._conversation_id,
             )
 
     def note_death(self) -> None:
-        """Count a worker that has died, or did not get ready, without anybody's wish."""
+        """Count a worker that died, or failed to get ready, although the pool did not want it to."""
         state, now = self.state, self._clock()
         self._deaths.append(now)
-        self._forget_old()
-        too_many = len(self._deaths) > self._settings.restarts_in_window_max
+        self._drop_old_deaths()
+        too_many = len(self._deaths) > self._policy.deaths_in_window_max
         if state is BreakerState.HALF_OPEN or (state is BreakerState.CLOSED and too_many):
-            settings = self._settings
-            first_s, most_s = settings.restart_backoff_s, settings.restart_backoff_max_s
-            self._retry_at = now + backoff_s(first_s, most_s, self._backoffs, self._random)
+            self._retry_at = now + backoff_s(self._policy.backoff_s, BACKOFF_MAX_S, self._backoffs, self._random)
             self._backoffs += 1
 
     def note_completed(self) -> None:
-        """Refill: a turn has ended with a reply, so the session works."""
+        """Reset the budget: a turn has ended with a reply, so the session works."""
         if self._deaths or self._retry_at is not None:
             self.reset()
 
     def reset(self) -> None:
-        """Forget all deaths and let the next message in."""
+        """Forget all deaths and allow the next message."""
         self._deaths.clear()
         self._backoffs = 0
         self._retry_at = None
 
     def snapshot(self) -> BreakerSnapshot:
         """Return what is known at this moment."""
-        self._forget_old()
+        self._drop_old_deaths()
         return BreakerSnapshot(
             state=self.state.value,
             failures=len(self._deaths),
-            failures_max=self._settings.restarts_in_window_max,
+            failures_max=self._policy.deaths_in_window_max,
             retry_after_s=self._retry_after_s(),
         )
 
@@ -122,8 +120,8 @@ class RestartBudget:
         left_s = self._retry_at - self._clock()
         return left_s if left_s > 0 else None
 
-    def _forget_old(self) -> None:
-        oldest = self._clock() - self._settings.restarts_window_s
+    def _drop_old_deaths(self) -> None:
+        oldest = self._clock() - self._policy.window_s
         while self._deaths and self._deaths[0] <= oldest:
             self._deaths.popleft()
 
@@ -132,12 +130,12 @@ class RestartBudget:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Attempt:
-    """A start that was let in."""
+class _Start:
+    """A start that was admitted."""
 
     conversation_id: str | None
-    ground: object
-    """What it stood on when it began."""
+    dependencies: object
+    """The state of its dependencies when it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,83 +143,86 @@ class _Failure:
     what: str
     step: str
     unusable: bool
-    ground: object
+    dependencies: object
 
 
 class StartBreaker:
-    """Refuses starts at once while no worker can be started; one for a pool.
+    """Refuses starts at once while no worker can be started. There is one per pool.
 
-    It opens after ``start_failures_max`` failed starts in a row, and at once for a ``WorkerUnusableError``. After
-    ``start_probe_s`` one start is let in as a probe while the others are still refused; each probe that fails doubles
-    the wait, up to ``start_probe_max_s``. The success of any start closes it.
+    It opens after ``failures_max`` failed starts in a row, or after a single ``WorkerUnusableError``. After ``probe_s``
+    one start is admitted as a probe, while others are still refused. Each failed probe doubles the wait, up to
+    ``PROBE_MAX_S``. The success of any start closes the breaker.
 
-    ``look`` returns what starts depend on as far as it can be seen at little cost (files and the like, compared with
-    ``==``): when that is not what the failed start began with, somebody has mended something and the probe is let in at
-    once.
+    ``dependencies`` returns what starts depend on, as far as that is cheap to see (stamps of files, for example;
+    compared with ``==``). If it differs from what the failed start began with, the cause may be fixed, and the probe is
+    admitted at once.
 
-    As long as all failures are of one conversation, they are its own: only that one is refused, for its state may be
-    what no worker can open. What is no ``WorkerStartError`` (a cancelled start, a database that does not answer) says
-    nothing of workers, nor does ``NoCapacityError``, which passes by itself and is quick to come: a probe that ends so
-    has not happened.
+    While all failures belong to one conversation, only that one is refused: its stored state may be what no worker can
+    open. Errors other than ``WorkerStartError`` (a cancelled start, an unresponsive database) say nothing about
+    workers. Neither does ``NoCapacityError``, which fails fast and passes by itself. A probe that ends in such an error
+    does not count.
     """
 
     def __init__(
         self,
-        settings: PoolSettings,
+        policy: StartPolicy,
         clock: Callable[[], float],
         random: Callable[[], float],
-        look: Callable[[], object] = lambda: None,
+        dependencies: Callable[[], object] = lambda: None,
+        *,
+        start_timeout_s: float,
     ) -> None:
-        self._settings = settings
+        self._policy = policy
         self._clock = clock
         self._random = random
-        self._look = look
+        self._dependencies = dependencies
+        self._start_timeout_s = start_timeout_s
         self._failures = 0
         self._suspects: set[str | None] = set()
-        """The conversations that the failures in a row are of. More than two need not be told apart."""
+        """The conversations of the failures in a row. Two are enough to know that it is not only one."""
         self._opened_by: _Failure | None = None
         self._probe_at = 0.0
-        self._probe: _Attempt | None = None
+        self._probe: _Start | None = None
         self._probes_failed = 0
 
     @property
     def state(self) -> BreakerState:
-        """Return the state at this moment; half open is while a probe runs."""
+        """Return the state at this moment. It is half open while a probe runs."""
         if self._opened_by is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._probe is None else BreakerState.HALF_OPEN
 
     def check(self, conversation_id: str | None = None) -> None:
-        """Raise what ``start`` would raise, for one who has much to do before. ``None`` is a start for nobody yet."""
+        """Raise what ``start`` would raise, for a caller with work to do first. ``None``: for no conversation."""
         if (failure := self._refused_by(conversation_id)) is not None:
             raise self._refusal(failure, conversation_id)
 
     @contextmanager
     def start(self, conversation_id: str | None = None) -> Iterator[None]:
-        """Let a start in, and take note of how it ends, by what leaves the ``with`` block.
+        """Admit a start, and record its outcome when the ``with`` block ends.
 
-        ``PoolUnavailableError`` where it is not let in, ``PoolUnusableError`` where somebody has to mend something
-        first; both say why, and in how many seconds the next probe is let in.
+        Raises ``PoolUnavailableError`` if it is refused, or its subclass ``PoolUnusableError`` if something has to be
+        fixed first. Both give the reason, and the seconds until the next probe.
         """
-        attempt = self._let_in(conversation_id)
+        start = self._admit(conversation_id)
         try:
             yield
         except (NoCapacityError, PoolUnavailableError):
-            self._give_back(attempt)
+            self._withdraw(start)
             raise
         except WorkerStartError as error:
-            self._failed(attempt, error)
+            self._failed(start, error)
             raise
         except BaseException:
-            self._give_back(attempt)
+            self._withdraw(start)
             raise
         else:
             self.reset()
 
     def reset(self, conversation_id: str | None = None) -> None:
-        """Close it: the next start is let in. One that runs now counts as any other.
+        """Close the breaker, so that the next start is admitted. A start that is running counts like any other.
 
-        With a conversation only where it is open for that one alone.
+        With a ``conversation_id``, do so only if the breaker is open for that conversation alone.
         """
         if conversation_id is not None and self._suspects != {conversation_id}:
             return
@@ -236,63 +237,62 @@ class StartBreaker:
         return BreakerSnapshot(
             state=self.state.value,
             failures=self._failures,
-            failures_max=self._settings.start_failures_max,
+            failures_max=self._policy.failures_max,
             retry_after_s=None if failure is None else self._retry_after_s() or None,
-            last_error=None if failure is None else self._whom(failure) + failure.what,
+            last_error=None if failure is None else self._scope(failure) + failure.what,
         )
 
-    def _whom(self, failure: _Failure) -> str:
-        """Say whom alone it shuts out, if anybody."""
+    def _scope(self, failure: _Failure) -> str:
+        """Return a prefix that names the conversation, if only one is refused."""
         if failure.unusable or len(self._suspects) != 1:
             return ""
         return f"only of conversation {next(iter(self._suspects))!r}: "
 
     def _refused_by(self, conversation_id: str | None) -> _Failure | None:
-        """Return the failure because of which a start is not let in."""
+        """Return the failure for which a start is refused, or ``None`` if it is admitted."""
         failure = self._opened_by
         if failure is None or not self._concerns(failure, conversation_id):
             return None
-        if self._probe is None and (self._clock() >= self._probe_at or self._look() != failure.ground):
+        if self._probe is None and (self._clock() >= self._probe_at or self._dependencies() != failure.dependencies):
             return None
         return failure
 
     def _concerns(self, failure: _Failure, conversation_id: str | None) -> bool:
         return failure.unusable or len(self._suspects) > 1 or conversation_id in self._suspects
 
-    def _let_in(self, conversation_id: str | None) -> _Attempt:
+    def _admit(self, conversation_id: str | None) -> _Start:
         self.check(conversation_id)
-        attempt = _Attempt(conversation_id, self._look())
+        start = _Start(conversation_id, self._dependencies())
         if self._opened_by is not None and self._concerns(self._opened_by, conversation_id):
-            self._probe = attempt
-        return attempt
+            self._probe = start
+        return start
 
-    def _give_back(self, attempt: _Attempt) -> None:
-        if attempt is self._probe:
-            self._probe = None  # and its time has still come: the next one is let in
+    def _withdraw(self, start: _Start) -> None:
+        if start is self._probe:
+            self._probe = None  # the next start becomes the probe
 
-    def _failed(self, attempt: _Attempt, error: WorkerStartError) -> None:
-        failure = _Failure(error.what, error.step, isinstance(error, WorkerUnusableError), attempt.ground)
+    def _failed(self, start: _Start, error: WorkerStartError) -> None:
+        failure = _Failure(error.what, error.step, isinstance(error, WorkerUnusableError), start.dependencies)
         self._failures += 1
         if len(self._suspects) < 2:
-            self._suspects.add(attempt.conversation_id)
-        if attempt is self._probe:
+            self._suspects.add(start.conversation_id)
+        if start is self._probe:
             self._probe = None
             self._probes_failed += 1
             self._open(failure)
         elif self._opened_by is None:
-            if failure.unusable or self._failures >= self._settings.start_failures_max:
+            if failure.unusable or self._failures >= self._policy.failures_max:
                 self._open(failure)
-        elif failure.unusable:  # it had begun before the breaker opened, and knows better why
+        elif failure.unusable:  # it began before the breaker opened, and its reason is more precise
             self._opened_by = failure
 
     def _open(self, failure: _Failure) -> None:
-        first_s, most_s = self._settings.start_probe_s, self._settings.start_probe_max_s
         self._opened_by = failure
-        self._probe_at = self._clock() + backoff_s(first_s, most_s, self._probes_failed, self._random)
+        self._probe_at = self._clock() + backoff_s(self._policy.probe_s, PROBE_MAX_S, self._probes_failed, self._random)
 
     def _retry_after_s(self) -> float:
-        if self._probe is not None:  # it may end at any moment; nobody gains by asking all the time
-            return min(self._settings.start_probe_s, self._settings.start_timeout_s)
+        if self._probe is not None:  # it may end at any moment, but polling for that helps nobody
+            return min(self._policy.probe_s, self._start_timeout_s)
         return max(0.0, self._probe_at - self._clock())
 
     def _refusal(self, failure: _Failure, conversation_id: str | None) -> PoolUnavailableError:
@@ -300,8 +300,8 @@ class StartBreaker:
         kind = PoolUnusableError if failure.unusable else PoolUnavailableError
         why = "the last start showed that none can succeed" if failure.unusable else f"{self._failures} starts failed"
         return kind(
-            f"no worker is started at present, since {why}; the next try is in about {retry_after_s:.1f} s, or once "
-            f"this is mended: {failure.what}",
+            f"no worker is started at present, because {why}; the next start is tried in about "
+            f"{retry_after_s:.1f} s, or once this is fixed: {failure.what}",
             step=failure.step,
             retry_after_s=retry_after_s,
             conversation_id=conversation_id,

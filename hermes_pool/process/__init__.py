@@ -1,1 +1,1 @@
-"""Worker processes: how they are started, spoken to, watched and ended."""
+"""Worker processes: starting them, talking to them, watching them and ending them."""

@@ -1,7 +1,7 @@
 """One worker: its process, the frames to and from it, its log, and how it ends.
 
 A connection is one incarnation and is never reused. It is opened (launch, hello, open), speaks, and dies exactly once;
-its death is reported once, with everything that is known of it. It knows messages and nothing of turns.
+its death is reported once, with everything that is known of it. It knows frames and nothing of turns.
 """
 
 import asyncio
@@ -10,102 +10,58 @@ import errno
 import functools
 import signal
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol
+from typing import Protocol, TypeVar, assert_never
 
 from hermes_pool.errors import NoCapacityError, WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
 from hermes_pool.policy.liveness import stacks_of
+from hermes_pool.process.death import SIGKILL, Death, Family, How, Stopped, end_family
 from hermes_pool.process.launcher import Command, Exit, Launcher, WorkerProcess
-from hermes_pool.process.stderr_tail import StderrTail
+from hermes_pool.process.stderr_tail import LINES_KEPT, StderrTail
 from hermes_pool.system import processes
 from hermes_pool.system.threads import in_thread_or_here
-from hermes_pool_worker import wire
-
-_SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)
-"""Windows has none, and its SIGTERM cannot be ignored."""
-
-EXIT_UNUSABLE = 78
-"""``EX_CONFIG``: the worker says that it can never start like this, and why, in its last line."""
+from hermes_pool_worker import contract, wire
 
 LAST_BYTES_S = 0.25
 """How long a dead worker's pipe may stay open (a tool may hold it) before its last bytes count as read."""
 DEAF_EXIT_S = 1.0
-"""How long a worker that has closed its side of the wire may live on."""
+"""How long a worker may live on that has closed its side of the wire."""
 KILLED_EXIT_S = 5.0
-"""How long a process may take to go after SIGKILL; one in an uninterruptible call takes longer, and is reported."""
-STRAYS_ROUNDS_MAX = 3
-"""How often what carries a stopped worker's marker is looked for: what is being ended may still fork."""
+"""How long a process may take to go after SIGKILL. One in an uninterruptible call takes longer, and is reported."""
 STACKS_S = 0.5
-"""How long the Python stacks of a worker that hangs may take to come, at most."""
+"""How long to wait, at most, for the Python stacks of a worker that hangs."""
 LARGE_FRAME_BYTES = 16 * 1024
-"""While frames are that large, much is read at once."""
+"""From this size of frames on, much is read at once."""
 UNASKED_MAX = 10_000
-"""Most frames of a worker that nobody waits for, such as those of a turn that is over, from one turn to the next."""
+"""Most frames that nobody had asked for, such as those of a turn that is over, between one turn and the next."""
 
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """How a worker ended.
-
-    ``exit`` is the process's status, ``cause`` what led to it as far as we did it (a broken protocol, a limit), and
-    ``wanted`` whether the pool had decided it before the first signal.
-    """
-
-    exit: Exit
-    stderr_tail: tuple[str, ...]
-    cause: str | None = None
-    wanted: bool = False
-
-    def __str__(self) -> str:
-        """Say it in words."""
-        if self.cause:
-            return f"{self.cause} and {self.exit}"
-        if self.exit.returncode == -_SIGKILL and not self.wanted:
-            return f"{self.exit}, possibly because the machine is out of memory"
-        return str(self.exit)
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """What it took to stop a worker, what went with it, and the proof that nothing of it is left."""
-
-    exit: Exit
-    how: str
-    """``closed`` by itself, ``terminated`` or ``killed``."""
-    strays: tuple[int, ...] = ()
-    """Pids of what its tools had left running and is ended now, be it by the pool (with SIGKILL) or by the worker."""
-    worker: tuple[int, float] | None = None
-    """Pid and create time (seconds since the epoch); ``None`` where no process was ever started."""
-    left: tuple[int, ...] = ()
-    """Pids that, by the process table, live on or may do so after all that: of the worker, of what was below it when
-    its end began, and of what carries its marker. Empty but for a process that the kernel itself cannot end."""
+Answered = TypeVar("Answered", wire.Hello, wire.Prepared, wire.Opened)
 
 
 class ConnectionListener(Protocol):
-    """Whose worker it is: a session, or the pool's spares."""
+    """The owner of a worker: a conversation's worker slot, or the pool's spares."""
 
     def connection_begun(self, connection: "WorkerConnection") -> None:
-        """Take note that this worker, which is not ready yet, is started for it."""
+        """Expect this worker, which is not ready yet."""
 
-    def connection_heard(self, message: Any) -> None:
-        """Take a frame that belongs to a turn."""
+    def connection_heard(self, frame: wire.TurnFrame) -> bool:
+        """Take a frame of a turn; return whether anybody had asked for it."""
 
-    def connection_background(self, message: wire.BackgroundStarted | wire.BackgroundFinished) -> None:
-        """Take note of work that outlasts its turn, and of its end."""
+    def connection_background(self, frame: wire.BackgroundFrame) -> bool:
+        """Take news of work that outlasts its turn; return whether anybody had asked for it."""
 
     def connection_said(self, line: str) -> None:
         """Take a line that the worker wrote to its stderr."""
 
     def connection_died(self, connection: "WorkerConnection", death: Death) -> None:
-        """Take note of its death; called once, after the last frame."""
+        """Learn of its death: called once, after the last frame."""
 
 
 class WorkerConnection:
     """A worker, from its launch to its death.
 
-    ``listener`` may change once: when a spare becomes a session's. ``steps`` are the seconds that each step of the
+    ``listener`` changes once at most: when a session takes a spare. ``steps`` holds the seconds that each step of the
     start took.
     """
 
@@ -115,12 +71,11 @@ class WorkerConnection:
         listener: ConnectionListener,
         *,
         frame_bytes_max: int,
-        stderr_lines_max: int,
         on_imported: Callable[[list[str]], None],
     ) -> None:
         self.marker = marker
         self.listener = listener
-        self.stderr = StderrTail(stderr_lines_max, self._said)
+        self.stderr = StderrTail(LINES_KEPT, self._said)
         self.started_at = monotonic()
         self.steps: dict[str, float] = {}
         self.process: WorkerProcess | None = None
@@ -128,17 +83,19 @@ class WorkerConnection:
         self.death: Death | None = None
         """Set when it is over."""
         self.verdict: str | None = None
+        """The diagnosis for which it was killed."""
         self.stacks: tuple[str, ...] = ()
-        """What was judged of it, and where its threads were, before it was killed for that."""
+        """Where its threads were before that."""
         self._encoder = _encoder_for(frame_bytes_max)
         self._on_imported = on_imported
         loop = asyncio.get_running_loop()
-        self._decoder: wire.FrameDecoder[Any] = wire.FrameDecoder(wire.FromWorker, frame_bytes_max)
-        # What the start waits for, each once.
-        self._awaited: dict[type[wire.Message], asyncio.Future[Any]] = {
-            kind: loop.create_future() for kind in (wire.Hello, wire.Prepared, wire.Opened)
-        }
-        self._waits_for: tuple[asyncio.Future[Any], str] | None = None
+        self._decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker, frame_bytes_max)
+        # The answers that a start waits for, each once.
+        self._hello: asyncio.Future[wire.Hello] = loop.create_future()
+        self._prepared: asyncio.Future[wire.Prepared] = loop.create_future()
+        self._opened: asyncio.Future[wire.Opened] = loop.create_future()
+        self._step_failed: Callable[[Death], None] | None = None
+        """Fails the step of the start that waits for an answer."""
         self._dead = asyncio.Event()
         self._exit: Exit | None = None
         self._ended = False
@@ -166,7 +123,7 @@ class WorkerConnection:
             except OSError as error:
                 raise _launch_error(error, command) from error
         async with self._step("hello", deadline):
-            hello = await self._answer(wire.Hello, "hello")
+            hello = await self._answer(self._hello, "hello")
             if hello.protocol != wire.PROTOCOL:
                 raise WorkerUnusableError(
                     f"the worker speaks protocol {hello.protocol} and this supervisor {wire.PROTOCOL}: "
@@ -178,14 +135,13 @@ class WorkerConnection:
         """Have it get ready for a conversation that is not known yet."""
         async with self._step("prepare", deadline):
             self.send(request)
-            prepared: wire.Prepared = await self._answer(wire.Prepared, "prepare")
-        return prepared
+            return await self._answer(self._prepared, "prepare")
 
     async def open(self, request: "asyncio.Future[wire.Open]", deadline: float) -> None:
-        """Bind it to a conversation, once it is known which; ``opened`` is its answer."""
+        """Bind it to a conversation, as soon as ``request`` tells to which; ``opened`` is its answer."""
         async with self._step("open", deadline):
             self.send(await asyncio.shield(request))
-            self.opened = await self._answer(wire.Opened, "open")
+            self.opened = await self._answer(self._opened, "open")
 
     @contextlib.asynccontextmanager
     async def _step(self, name: str, deadline: float) -> AsyncIterator[None]:
@@ -194,28 +150,32 @@ class WorkerConnection:
             async with asyncio.timeout_at(deadline):
                 yield
         except BaseException as error:
-            await asyncio.shield(self.kill("its start was given up"))
+            await _finished(asyncio.ensure_future(self.kill("its start was given up")))
             if not isinstance(error, TimeoutError):
                 raise
             done = ", ".join(f"{step} took {seconds:.2f} s" for step, seconds in self.steps.items())
             raise WorkerStartTimeoutError(
-                f"the worker did not get past the step {name!r} within start_timeout_s"
+                f"the worker did not get past the step {name!r} within timeouts.start_s"
                 + (f" ({done})" if done else ""),
                 step=name,
                 stderr_tail=self.stderr.lines(),
             ) from None
         self.steps[name] = monotonic() - began
 
-    async def _answer(self, kind: type[wire.Message], step: str) -> Any:
-        future = self._awaited[kind]
-        if self.death is not None and not future.done():
+    async def _answer(self, answer: "asyncio.Future[Answered]", step: str) -> Answered:
+        if self.death is not None and not answer.done():
             raise self._died_early(self.death, step)
-        self._waits_for = (future, step)
-        return await future
+
+        def fail(death: Death) -> None:
+            if not answer.done():
+                answer.set_exception(self._died_early(death, step))
+
+        self._step_failed = fail
+        return await answer
 
     def _died_early(self, death: Death, step: str) -> WorkerStartError:
         tail = death.stderr_tail
-        if death.exit.returncode == EXIT_UNUSABLE and death.cause is None:
+        if death.exit.returncode == contract.EXIT_UNUSABLE and death.cause is None:
             remedy = tail[-1] if tail else "it did not say why"
             return WorkerUnusableError(f"no worker can start like this: {remedy}", step=step, stderr_tail=tail[:-1])
         return WorkerStartError(f"the worker {death} before it was ready (step {step!r})", step=step, stderr_tail=tail)
@@ -228,31 +188,32 @@ class WorkerConnection:
             self.process.write(self._encoder.encode(message))
 
     def hand_over(self, turn: wire.Turn) -> None:
-        """Give it a turn; what it sends unasked is counted anew from here on, unless it was too much already."""
+        """Give it a turn. Unasked frames are counted anew from here on, unless there were too many already."""
         if self._unasked < UNASKED_MAX:
             self._unasked = 0
-        self.send(turn)
+        if self.process is not None:  # as ``send``, with one call less on the path of every turn
+            self.process.write(self._encoder.encode(turn))
 
     def ask(self) -> None:
-        """Ask for a sign of life, unless it owes one already; whatever it sends next is one."""
+        """Ask for a sign of life, unless it owes one already. Whatever it sends next is one."""
         if self.asked_at is None:
             self.asked_at = monotonic()
             self._pings += 1
             self.send(wire.Ping(self._pings))
 
     async def take_stacks(self) -> tuple[str, ...]:
-        """Return the Python stacks of all its threads, or nothing where it cannot tell them in time.
+        """Return the Python stacks of all its threads, or nothing where it does not write them in time.
 
-        It interrupts what a thread waits for in the system: to be asked right before a kill, and of nobody else.
+        The signal interrupts system calls of the worker: ask only right before a kill.
         """
         process = self.process
-        if process is None or processes.STACKS_SIGNAL is None or self._exit is not None:
+        if process is None or contract.STACKS_SIGNAL is None or self._exit is not None:
             return ()
-        if not await in_thread_or_here(partial(processes.catches, process.pid, processes.STACKS_SIGNAL)):
+        if not await in_thread_or_here(partial(processes.catches, process.pid, contract.STACKS_SIGNAL)):
             return ()
         lines: list[str] = []
         self._overhears = lines.append
-        process.send_signal(processes.STACKS_SIGNAL)
+        process.send_signal(contract.STACKS_SIGNAL)
         told = -1
         loop = asyncio.get_running_loop()
         end = loop.time() + STACKS_S
@@ -264,7 +225,7 @@ class WorkerConnection:
         return self.stacks
 
     def pause_reading(self) -> None:
-        """Slow the worker down: nobody consumes what it sends. Not once it has ended, or its end would go unseen."""
+        """Slow the worker down while nobody consumes what it sends. Once it has ended, its end must still be seen."""
         if self.process is not None and self._exit is None:
             self.process.pause_reading()
 
@@ -273,41 +234,53 @@ class WorkerConnection:
         if self.process is not None:
             self.process.resume_reading()
 
-    # --- what the process does (process.Listener) ---
+    # --- what the process does (launcher.ProcessListener) ---
 
     def stdout_received(self, data: bytes | memoryview) -> bool:
-        """Take the next bytes of the wire; say whether its frames are large ones at present."""
+        """Take the next bytes of the wire; return whether its frames are large ones at present."""
         self.asked_at = None
         decoder = self._decoder
-        messages = decoder.feed(data)
-        for message in messages:
+        frames = decoder.feed(data)
+        for frame in frames:
             if self._unasked >= UNASKED_MAX:  # it is condemned: nothing that it says counts any more
                 return False
-            if isinstance(message, wire.TurnMessage):
-                self.listener.connection_heard(message)
-            elif isinstance(message, wire.BackgroundStarted | wire.BackgroundFinished):
-                self.listener.connection_background(message)
-            elif isinstance(message, wire.Imported) and not self._has_told_imports:
-                self._has_told_imports = True
-                self._on_imported(message.modules)
-            elif isinstance(message, wire.Pong) and self._answered < message.number <= self._pings:
-                self._answered = message.number
-            elif (awaited := self._awaited.get(type(message))) is not None and not awaited.done():
-                awaited.set_result(message)
-            else:
-                self.note_unasked()
+            asked = self.listener.connection_heard(frame) if isinstance(frame, wire.TurnMessage) else self._heard(frame)
+            if not asked:
+                self._unasked += 1
+                if self._unasked == UNASKED_MAX:
+                    self.condemn(f"broke the protocol ({UNASKED_MAX:,} frames that nobody had asked for)")
         if decoder.failed is not None and self._cause is None:
             self.condemn(f"broke the protocol ({decoder.failed})")
-        return decoder.missing > LARGE_FRAME_BYTES or len(data) >= LARGE_FRAME_BYTES * (len(messages) or 1)
+        return decoder.missing > LARGE_FRAME_BYTES or len(data) >= LARGE_FRAME_BYTES * (len(frames) or 1)
 
-    def note_unasked(self) -> None:
-        """Take note of a frame that nobody waits for. Some are chance; one that sends them without an end attacks."""
-        self._unasked += 1
-        if self._unasked == UNASKED_MAX:
-            self.condemn(f"broke the protocol ({UNASKED_MAX:,} frames that nobody had asked for)")
+    def _heard(self, frame: wire.WorkerFrame) -> bool:
+        """Take a frame that belongs to no turn; return whether it was asked for. Some that were not are chance."""
+        match frame:
+            case wire.BackgroundStarted() | wire.BackgroundFinished():
+                return self.listener.connection_background(frame)
+            case wire.Pong(number):
+                asked = self._answered < number <= self._pings
+                if asked:
+                    self._answered = number
+                return asked
+            case wire.Imported(modules):
+                asked = not self._has_told_imports
+                if asked:
+                    self._has_told_imports = True
+                    self._on_imported(modules)
+                return asked
+            case wire.Hello():
+                return _take(frame, self._hello)
+            case wire.Prepared():
+                return _take(frame, self._prepared)
+            case wire.Opened():
+                return _take(frame, self._opened)
+            case wire.Closed():
+                return self._wanted
+        assert_never(frame)
 
     def stdout_ended(self) -> None:
-        """Take note that the wire has ended: the process must be ending, or is made to."""
+        """Expect its end: the wire has ended. A process that stays is made to go."""
         self._ended = True
         if self._exit is not None:
             self._die()
@@ -315,7 +288,7 @@ class WorkerConnection:
             self._after(DEAF_EXIT_S, lambda: self.condemn("closed its side of the wire"))
 
     def stdin_ended(self) -> None:
-        """Take note that it reads no more: the process must be ending, or is made to."""
+        """Expect its end: it reads no more. A process that stays is made to go."""
         if self._exit is None and self._timer is None:
             self._after(DEAF_EXIT_S, lambda: self.condemn("closed its side of the wire"))
 
@@ -324,7 +297,7 @@ class WorkerConnection:
         self.stderr.feed(data)
 
     def exited(self, status: Exit) -> None:
-        """Take note of its end; what it wrote before is still read, unless a tool holds the pipe open."""
+        """Learn that it has ended. What it wrote before is still read, unless a tool holds the pipe open."""
         self._exit = status
         self.resume_reading()
         if self._ended:
@@ -338,10 +311,10 @@ class WorkerConnection:
         self._timer = asyncio.get_running_loop().call_later(delay_s, act)
 
     def condemn(self, cause: str) -> None:
-        """Kill it at once for ``cause``, which follows "the worker". It counts as a death that nobody wanted."""
+        """Kill it at once for ``cause``, which follows "the worker". That counts as a death that nobody wanted."""
         self._cause = self._cause or cause
         if self.process is not None:
-            self.process.send_signal(_SIGKILL)
+            self.process.send_signal(SIGKILL)
 
     def _die(self) -> None:
         if self.death is not None:
@@ -356,10 +329,8 @@ class WorkerConnection:
             cause = "stopped inside a frame"
         self.death = Death(self._exit, self.stderr.lines(), cause, self._wanted)
         self._dead.set()
-        if self._waits_for is not None:
-            future, step = self._waits_for
-            if not future.done():
-                future.set_exception(self._died_early(self.death, step))
+        if self._step_failed is not None:
+            self._step_failed(self.death)
         self.listener.connection_died(self, self.death)
 
     def _said(self, line: str) -> None:
@@ -370,19 +341,19 @@ class WorkerConnection:
     # --- ending ---
 
     def is_frozen(self) -> bool:
-        """Say whether it is stopped, by a signal or a debugger, and so would keep what it is given."""
+        """Return whether a signal or a debugger has stopped it: it would not begin what it is given."""
         return self.process is not None and self.death is None and processes.is_frozen(self.process.pid)
 
     async def dead(self) -> Death:
-        """Wait for the end, whoever causes it."""
+        """Wait for its end."""
         await self._dead.wait()
         assert self.death is not None  # noqa: S101 - for the type checker
         return self.death
 
     async def stop(self, close_grace_s: float, term_grace_s: float) -> Stopped:
-        """Ask it to close, then SIGTERM, then SIGKILL it and all its descendants; each step has its limit."""
+        """Ask it to close, then send SIGTERM, then SIGKILL to it and all its descendants; each step has its limit."""
         self._wanted = True  # before anything is sent, so that the death is known to be wanted
-        how = "closed"
+        how: How = "closed"
         family = await self._family()
         self.send(wire.Close())
         if not await self._died_within(close_grace_s):
@@ -390,24 +361,24 @@ class WorkerConnection:
         return await self._stopped(how, family)
 
     async def kill(self, cause: str, term_grace_s: float = 0.0) -> Stopped:
-        """End it without asking, for ``cause``; SIGTERM comes first where it may take a moment."""
+        """End it without asking, for ``cause``, which follows "the worker". SIGTERM comes first with a grace over 0."""
         self._wanted = True
         self._cause = self._cause or cause
-        how = "killed"
+        how: How = "killed"
         family: Family = {}
         if self.process is not None and self.death is None:
             how = await self._signal(term_grace_s, family)
         return await self._stopped(how, family)
 
-    async def _family(self) -> "Family":
-        """Return what is below it. To be asked while it lives: afterwards nothing tells whose they were."""
+    async def _family(self) -> Family:
+        """Return the processes below it. Ask while it lives: afterwards nothing tells whose they were."""
         if self.process is None or self.death is not None:
             return {}
         found = await in_thread_or_here(partial(processes.descendants, self.process.pid, self.process.create_time))
         return {each.pid: each for each in found}
 
-    async def _signal(self, term_grace_s: float, family: "Family") -> str:
-        """Signal it and all that is below it, and add that to ``family``; return the how at which it went."""
+    async def _signal(self, term_grace_s: float, family: Family) -> How:
+        """Signal it and all that is below it, and add that to ``family``; return what ended it."""
         process = self.process
         if process is None:
             return "closed"
@@ -416,17 +387,17 @@ class WorkerConnection:
             process.send_signal(signal.SIGTERM)
             if await self._died_within(term_grace_s):
                 return "terminated"
-        process.send_signal(_SIGKILL)
+        process.send_signal(SIGKILL)
         await in_thread_or_here(partial(processes.kill, family.values()))
         await self._died_within(KILLED_EXIT_S)
         return "killed"
 
-    async def _stopped(self, how: str, family: "Family") -> Stopped:
+    async def _stopped(self, how: How, family: Family) -> Stopped:
         status = self.death.exit if self.death is not None else Exit(None)
         if self.process is None:
             return Stopped(status, how)
         worker = self.process.pid, self.process.create_time
-        strays, left = await in_thread_or_here(partial(_end_family, worker, self.marker, family))
+        strays, left = await in_thread_or_here(partial(end_family, worker, self.marker, family))
         return Stopped(status, how, strays, worker, left)
 
     async def _died_within(self, seconds: float) -> bool:
@@ -442,38 +413,23 @@ def _encoder_for(frame_bytes_max: int) -> wire.FrameEncoder:
     return wire.FrameEncoder(wire.worker_takes(frame_bytes_max))
 
 
-def kill_strays(marker: str) -> tuple[int, ...]:
-    """End what a worker's tools have left: every process that carries its marker. Return the pids; blocks."""
-    return tuple(processes.kill(processes.marked(marker)))
+async def _finished(ending: asyncio.Future[Stopped]) -> None:
+    """Wait for the end of a worker, also where the caller is cancelled meanwhile: nothing of it may be left."""
+    while not ending.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({ending})
 
 
-Family = dict[int, Any]
-"""Processes (``psutil.Process``) by their pid."""
-
-
-def _end_family(worker: tuple[int, float], marker: str, family: Family) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """End what is left of a stopped worker; return the pids that are gone, and those that are not. Blocks."""
-    processes.kill(family.values())
-    left = {pid for pid, each in family.items() if _may_live(pid, each.create_time())}
-    strays = set(family) - left
-    marked = processes.marked(marker)
-    for _ in range(STRAYS_ROUNDS_MAX):
-        if not marked:
-            break
-        strays |= set(processes.kill(marked))
-        marked = processes.marked(marker)
-    left |= {each.pid for each in marked}
-    if _may_live(*worker):
-        left.add(worker[0])
-    return tuple(sorted(strays - left - {worker[0]})), tuple(sorted(left))
-
-
-def _may_live(pid: int, create_time: float) -> bool:
-    return processes.identify(pid, create_time) in (processes.IdentityCheck.CURRENT, processes.IdentityCheck.UNKNOWN)
+def _take(frame: Answered, answer: "asyncio.Future[Answered]") -> bool:
+    """Answer what a step of the start waits for; return whether nobody had done so before."""
+    if answer.done():
+        return False
+    answer.set_result(frame)
+    return True
 
 
 def _launch_error(error: OSError, command: Command) -> WorkerStartError:
-    """Say which of the things that the operating system calls "not found" it was."""
+    """Return what really failed: the operating system calls several things "not found"."""
     program = command.argv[0]
     if not command.cwd.is_dir():
         return WorkerUnusableError(

@@ -1,4 +1,4 @@
-"""Gets a worker for a session: what is run, in which environment, and what happens when that fails."""
+"""Starts workers for sessions: what is run, in which environment, and what happens when a start fails."""
 
 import asyncio
 import os
@@ -20,47 +20,51 @@ from hermes_pool.process.environment import worker_environment
 from hermes_pool.process.launcher import Command, Launcher, WorkerProcess
 from hermes_pool.process.lifeline import Lifeline
 from hermes_pool.process.orphans import Orphans, end_session
+from hermes_pool.process.pidfd import HAS_PIDFD
 from hermes_pool.process.portable import PortableLauncher
 from hermes_pool.process.spares import Spares
-from hermes_pool.process.spawn import HAS_PIDFD, SpawnLauncher
-from hermes_pool.process.zygote import ZygoteLauncher
+from hermes_pool.process.spawn import SpawnLauncher
+from hermes_pool.process.zygote_launcher import ZygoteLauncher
 from hermes_pool.settings import PoolSettings
 from hermes_pool.system.file_stamps import stamps_of
-from hermes_pool.system.processes import MARKER_VARIABLE
+from hermes_pool.system.state_dir import WORKSPACE
 from hermes_pool.system.threads import in_thread
 from hermes_pool_worker import wire
+from hermes_pool_worker.contract import GUARDIAN, GUARDIAN_OPTION, MARKER_VARIABLE, ZYGOTE, marker
 
 LAUNCHES_MAX = 2
-"""How many workers one start may try: a start that failed once may have had bad luck, twice has a reason."""
+"""How many workers one start may launch: one failure may be bad luck, two have a reason."""
 LAUNCHES_PER_CPU = 2
-"""How many processes for each CPU are on the way to their greeting at the same time."""
+"""How many processes per CPU may be between their launch and their hello at the same time."""
 GATE_S = 0.5
-"""How long such a process counts for that at most."""
+"""How long a process counts against ``LAUNCHES_PER_CPU`` at most."""
 WORKER_PROGRAM = Path(hermes_pool_worker.__file__).with_name("__main__.py")
 
 
 class WorkerFactory:
-    """Starts the workers of one pool."""
+    """Starts the workers of one pool, and owns what that takes: the launcher, the spares, the lifeline, the breaker."""
 
     def __init__(self, settings: PoolSettings, host_environment: Mapping[str, str], log: Any) -> None:
         self._settings = settings
         self._environment = worker_environment(settings, host_environment)
-        self._cwd = settings.worker_cwd or settings.state_dir / "workspace"
+        self._cwd = settings.worker_cwd or settings.state_dir / WORKSPACE
         self._data_dir = str(settings.state_dir / "agents" / settings.agent.replace(":", "_"))
         self._log = log
-        self._pool = secrets.token_hex(8)
-        self._markers = (f"{self._pool}-{number}" for number in count(1))
-        self._orphans = Orphans(settings.state_dir, self._pool, log)
-        self._sweeping: set[asyncio.Task[None]] = set()
+        self._pool_id = secrets.token_hex(8)
+        self._markers = (marker(self._pool_id, number) for number in count(1))
+        self._orphans = Orphans(settings.state_dir, self._pool_id, log)
+        self._sweeps: set[asyncio.Task[None]] = set()
         self._lifeline = Lifeline(
-            # The host's own interpreter: that of the workers may be anything.
-            (sys.executable, "-I", "-S", str(WORKER_PROGRAM), "--guardian", self._pool),
-            {MARKER_VARIABLE: f"{self._pool}-guardian"},
+            # The host's own interpreter: the one of the workers may be of any kind.
+            (sys.executable, "-I", "-S", str(WORKER_PROGRAM), GUARDIAN_OPTION, self._pool_id),
+            {MARKER_VARIABLE: marker(self._pool_id, GUARDIAN)},
             log,
         )
         self._launcher = self._choose_launcher(log)
-        self._gate = asyncio.Semaphore(LAUNCHES_PER_CPU * (os.cpu_count() or 1))
-        self.breaker = StartBreaker(settings, monotonic, random.random, self._ground)
+        self._launch_gate = asyncio.Semaphore(LAUNCHES_PER_CPU * (os.cpu_count() or 1))
+        self.breaker = StartBreaker(
+            settings.starts, monotonic, random.random, self._dependencies, start_timeout_s=settings.timeouts.start_s
+        )
         self.spares = Spares(settings.spares, self._start_spare, log)
 
     def _choose_launcher(self, log: Any) -> Launcher:
@@ -70,57 +74,55 @@ class WorkerFactory:
         if settings.launcher == "spawn":
             return SpawnLauncher(self._lifeline.inherit)
         return ZygoteLauncher(
-            self._command(**{MARKER_VARIABLE: f"{self._pool}-zygote"}),
+            self._command(**{MARKER_VARIABLE: marker(self._pool_id, ZYGOTE)}),
             settings.agent_options,
             settings.state_dir / "preload",
-            settings.start_timeout_s / 2,  # so that the same start may still go the other way
+            settings.timeouts.start_s / 2,  # so that the same start still has time to spawn
             log,
             lifeline=self._lifeline.inherit,
-            on_widowed=self._end_session,
+            on_exit_without_zygote=self._end_session,
         )
 
     def warm_up(self) -> None:
-        """Take ownership of the pool's processes, and begin with what makes the first starts quick."""
+        """Record this process as the owner of the pool, sweep up orphans, and prepare for quick starts.
+
+        Returns at once; the sweep, the zygote and the spares go on in the background.
+        """
         self._orphans.record()
         self._in_background(self._orphans.sweep)
-        self._make_workspace()
         if isinstance(self._launcher, ZygoteLauncher):
             self._launcher.warm_up()
         self.spares.refill()
 
     async def close(self) -> None:
-        """End what was kept for further starts, and whatever else is left of the pool's processes."""
+        """End what is kept for starts, and everything else that is left of the pool's processes."""
         await self.spares.close()
         await self._launcher.close()
         await self._lifeline.close()
-        if self._sweeping:
-            await asyncio.wait(self._sweeping)
+        if self._sweeps:
+            await asyncio.wait(self._sweeps)
         self._orphans.forget()
 
     def _end_session(self, worker: WorkerProcess) -> None:
-        self._in_background(partial(end_session, worker.pid, worker.create_time, self._pool))
+        self._in_background(partial(end_session, worker.pid, worker.create_time, self._pool_id))
 
     def _in_background(self, work: Callable[[], object]) -> None:
         async def run() -> None:
             try:
                 await in_thread(work)
             except OSError as error:
-                self._log.warning("sweep_failed", error=str(error))
+                self._log.warning("orphan_sweep_failed", error=str(error))
 
         task = asyncio.get_running_loop().create_task(run())
-        self._sweeping.add(task)
-        task.add_done_callback(self._sweeping.discard)
+        self._sweeps.add(task)
+        task.add_done_callback(self._sweeps.discard)
 
-    def _learn(self, modules: Sequence[str]) -> None:
+    def _learn_preload(self, modules: Sequence[str]) -> None:
         if isinstance(self._launcher, ZygoteLauncher):
             self._launcher.learn(modules)
 
-    def _make_workspace(self) -> None:
-        if self._settings.worker_cwd is None:
-            self._cwd.mkdir(parents=True, exist_ok=True)
-
-    def _ground(self) -> object:
-        """Return what a start stands on, as far as files show it: has it changed, somebody has mended something."""
+    def _dependencies(self) -> object:
+        """Return the state of the files that a start depends on. If it changes, a failure may have been fixed."""
         settings = self._settings
         module, _, factory = settings.agent.partition(":")
         files = [f"{folder}/{module}.py" for folder in settings.agent_paths] if factory else []
@@ -139,28 +141,29 @@ class WorkerFactory:
         listener: ConnectionListener,
         on_failure: Callable[[WorkerStartError], None],
     ) -> WorkerConnection:
-        """Return a worker that has opened a session, within ``start_timeout_s``: a spare, or up to two launches.
+        """Return a worker that has opened a session, within ``timeouts.start_s``: a spare or a newly launched one.
 
-        ``request`` says which session; it may take its time (a database is asked), the process is started meanwhile.
-        ``on_failure`` hears of each try that failed. Raises ``WorkerStartError``, ``WorkerUnusableError`` at once where
-        a second try is useless, and what ``request`` raises.
+        ``request`` returns the session to open. It may be slow (it reads the database), so the process is started at
+        the same time. At most ``LAUNCHES_MAX`` workers are launched; ``on_failure`` is called for each one that fails.
+        Raises ``WorkerStartError``; at once, as ``WorkerUnusableError``, if another launch is useless. Raises what
+        ``request`` raises.
         """
-        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
-        asked = asyncio.ensure_future(request)
+        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.start_s
+        request_future = asyncio.ensure_future(request)
         try:
             with self.breaker.start(conversation_id):
-                return await self._start(asked, listener, on_failure, deadline)
+                return await self._start(request_future, listener, on_failure, deadline)
         finally:
-            # Nothing is awaited after a success: a worker that died meanwhile would be nobody's, and its death unheard.
-            if not asked.done():
-                asked.cancel()
-                await asyncio.wait({asked})
-            if not asked.cancelled():
-                asked.exception()  # seen, also where the launch has failed first
+            # Await nothing after a success: if the worker died meanwhile, the caller would not hear of it.
+            if not request_future.done():
+                request_future.cancel()
+                await asyncio.wait({request_future})
+            if not request_future.cancelled():
+                request_future.exception()  # mark it as retrieved, even if the launch failed first
 
     async def _start(
         self,
-        asked: "asyncio.Future[wire.Open]",
+        request_future: "asyncio.Future[wire.Open]",
         listener: ConnectionListener,
         on_failure: Callable[[WorkerStartError], None],
         deadline: float,
@@ -169,20 +172,20 @@ class WorkerFactory:
             spare.listener = listener
             listener.connection_begun(spare)
             try:
-                await spare.open(asked, deadline)
+                await spare.open(request_future, deadline)
             except WorkerStartError as error:
                 on_failure(error)
             else:
                 if spare.death is None:
                     return spare
-        for tries_left in reversed(range(LAUNCHES_MAX)):
+        for launches_left in reversed(range(LAUNCHES_MAX)):
             connection = self._new_connection(listener)
             try:
                 await self._launch(connection, deadline)
-                await connection.open(asked, deadline)
+                await connection.open(request_future, deadline)
             except WorkerStartError as error:
                 on_failure(error)
-                if not tries_left or not error.retryable or asyncio.get_running_loop().time() >= deadline:
+                if not launches_left or not error.retryable or asyncio.get_running_loop().time() >= deadline:
                     raise
             else:
                 if connection.death is None:
@@ -190,35 +193,34 @@ class WorkerFactory:
         raise WorkerStartError("the worker died as soon as it was ready", step="open")
 
     async def _start_spare(self, listener: ConnectionListener) -> tuple[WorkerConnection, list[str]]:
-        """Return a worker that waits for a conversation, and the files that make it stale when they change."""
-        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+        """Return a prepared worker, and the files that make it stale when they change."""
+        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.start_s
         connection = self._new_connection(listener)
         await self._launch(connection, deadline)
         prepared = await connection.prepare(wire.Prepare(dict(self._settings.agent_options), self._data_dir), deadline)
         return connection, prepared.watched
 
     async def _launch(self, connection: WorkerConnection, deadline: float) -> None:
-        """Have a process started and greet, with few others at the same time: more would only starve the event loop.
+        """Launch a process and wait for its hello. Only a few do so at a time: more would starve the event loop.
 
-        One that takes long gives its place to the next, so that no worker that hangs holds up another one.
+        A slow one stops counting after ``GATE_S``, so that a worker that hangs does not hold up the next.
         """
         loop = asyncio.get_running_loop()
-        await self._gate.acquire()
-        gives_way = loop.call_later(GATE_S, self._gate.release)
+        await self._launch_gate.acquire()
+        leaves_gate = loop.call_later(GATE_S, self._launch_gate.release)
         try:
             await connection.launch(self._launcher, self._command(**{MARKER_VARIABLE: connection.marker}), deadline)
         finally:
-            if gives_way.when() > loop.time():
-                gives_way.cancel()
-                self._gate.release()
+            if leaves_gate.when() > loop.time():
+                leaves_gate.cancel()
+                self._launch_gate.release()
 
     def _new_connection(self, listener: ConnectionListener) -> WorkerConnection:
         connection = WorkerConnection(
             next(self._markers),
             listener,
             frame_bytes_max=self._settings.frame_bytes_max,
-            stderr_lines_max=self._settings.stderr_lines_max,
-            on_imported=self._learn,
+            on_imported=self._learn_preload,
         )
         listener.connection_begun(connection)
         return connection
@@ -230,11 +232,11 @@ class WorkerFactory:
             conversation_id,
             options=dict(settings.agent_options),
             data_dir=self._data_dir,
-            question_timeout_s=settings.question_timeout_s,
+            question_timeout_s=settings.timeouts.question_s,
             **session,
         )
 
-    def _command(self, **more: str) -> Command:
+    def _command(self, **variables: str) -> Command:
         settings = self._settings
         return Command(
             argv=(
@@ -245,6 +247,6 @@ class WorkerFactory:
                 str(settings.frame_bytes_max),
                 *settings.agent_paths,
             ),
-            env={**self._environment, **more},
+            env={**self._environment, **variables},
             cwd=self._cwd,
         )

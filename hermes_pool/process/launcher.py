@@ -1,12 +1,12 @@
-"""Starts worker processes, carries bytes to and from them, and tells of their end.
+"""The seam to the operating system: how the pool starts worker processes, talks to them and learns that they ended.
 
-The one seam to the operating system: the rest of the pool asks a ``Launcher`` to launch, and a ``WorkerProcess`` to
-write, to signal and to close; it hears of bytes and of the exit through a ``Listener``. Killing is an action here and
-dying is an event: no method says "it is dead now".
+The rest of the pool asks a ``Launcher`` to start a ``WorkerProcess``, writes to it, signals it and closes it. It hears
+of bytes and of the exit through a ``ProcessListener``. Killing is an action and dying is an event, so no method here
+claims that a process is dead.
 
-Two launchers are here. ``SpawnLauncher`` (Linux) makes the pipes itself and watches the exit by a pidfd: no thread, no
-polling, no race with a recycled pid. ``PortableLauncher`` is asyncio's own subprocess support, for everything else. The
-third, which forks, is in ``zygote``.
+Three launchers implement the interface: ``zygote_launcher`` forks workers from a warm process (Linux, the default),
+``spawn`` starts each one afresh (Linux), and ``portable`` uses asyncio's subprocesses (everywhere else). The first two
+share ``pipes``, which carries the bytes, and ``pidfd``, which watches for the exit.
 """
 
 import signal
@@ -18,7 +18,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A program to start. ``env`` is its whole environment."""
+    """A program to start. ``env`` is its entire environment; nothing is inherited from the host."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -27,14 +27,18 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended. ``returncode`` is its status; negative: the signal; ``None``: nobody can know any more."""
+    """How a process ended.
+
+    ``returncode`` is its exit status, or the negated number of the signal that killed it. ``None`` means that the
+    status is lost: something other than the pool collected it.
+    """
 
     returncode: int | None
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Describe it as a phrase that follows "the worker"."""
         if self.returncode is None:
-            return "ended with a status that something else in this process has taken (unknown)"
+            return "ended with an unknown status (something else in the host process collected it)"
         if self.returncode >= 0:
             return f"exited with status {self.returncode}"
         try:
@@ -44,52 +48,58 @@ class Exit:
         return f"was killed by {name} (signal {-self.returncode})"
 
 
-class Listener(Protocol):
-    """Who hears of a process. Called on the event loop's thread; ``exited`` comes exactly once."""
+class ProcessListener(Protocol):
+    """Receives what a process writes, and its exit. All calls come on the event loop's thread."""
 
     def stdout_received(self, data: bytes | memoryview) -> bool:
-        """Take the next bytes of the wire; say whether frames are large. Their memory is used again afterwards."""
+        """Handle bytes from the wire; return whether its frames are large at present.
+
+        The memory is reused after the call, so copy what must be kept.
+        """
 
     def stdout_ended(self) -> None:
-        """Nothing more will come; the process may still live."""
+        """Handle the end of its output. The process may still be alive."""
 
     def stdin_ended(self) -> None:
-        """Take note that nothing reaches it any more: it has closed its input; it may still live."""
+        """Handle that it closed its input, so nothing reaches it any more. The process may still be alive."""
 
     def stderr_received(self, data: bytes | memoryview) -> None:
-        """Take the next bytes of its log. Their memory is used again afterwards."""
+        """Handle bytes from its log. The memory is reused after the call, so copy what must be kept."""
 
     def exited(self, status: Exit) -> None:
-        """Take note of the end of the process; bytes that it wrote before may still come."""
+        """Handle the exit of the process. Called exactly once; bytes written before the exit may still follow."""
 
 
 class WorkerProcess(Protocol):
-    """A process that was started. Its identity is the pair of ``pid`` and ``create_time`` (seconds since the epoch)."""
+    """A process that was started, identified by ``pid`` and ``create_time`` (seconds since the epoch)."""
 
     pid: int
     create_time: float
 
     def write(self, data: bytes | bytearray) -> None:
-        """Send bytes; what the pipe does not take is copied and queued. Never raises: ``exited`` tells of the end."""
+        """Write to its stdin; copy and queue what does not fit into the pipe.
+
+        Never raises: if the process is gone, ``exited`` reports it.
+        """
 
     def pause_reading(self) -> None:
-        """Read no more of its stdout for now, which slows its writer down once the pipe is full."""
+        """Stop reading its stdout for now. Once the pipe is full, the process blocks when it writes."""
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Resume reading its stdout."""
 
     def send_signal(self, number: int) -> None:
-        """Signal it, and nothing else that may have taken its pid; no-op when it has ended."""
+        """Send it a signal; do nothing if it has ended. Never hits another process that was given the same pid."""
 
     def close(self) -> None:
-        """Let go of all pipes; the process, if it lives, sees the end of its input."""
+        """Close all pipes. A process that is still alive sees the end of its input."""
 
 
 class Launcher(Protocol):
-    """Starts processes."""
+    """Starts worker processes."""
 
-    async def launch(self, command: Command, listener: Listener) -> WorkerProcess:
-        """Start one; ``OSError`` when that is impossible."""
+    async def launch(self, command: Command, listener: ProcessListener) -> WorkerProcess:
+        """Start one process. Raises ``OSError`` if that is impossible."""
 
     async def close(self) -> None:
-        """End what is kept for further launches; workers that run are left alone."""
+        """End whatever is kept for later launches. Running workers are left alone."""

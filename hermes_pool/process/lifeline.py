@@ -1,9 +1,10 @@
-"""Ties all processes of a pool to this one: when it is gone, they go, whatever they are doing. Linux only.
+"""Ends all processes of a pool when the supervisor is gone, whatever they are doing. Linux only.
 
-The lifeline is a pipe that nothing is written into. This process holds its writing end; each worker asks the kernel to
-be killed when that is closed (see the worker's ``lifeline``). A *guardian*, one small process for each pool, holds the
-writing end as well, and so keeps the workers for the moment that it takes to find and end what is below them (see the
-worker's ``guardian``). It also learns of the end of a pool that is closed, and of an event loop that ends without that.
+The *lifeline* is a pipe that nothing is ever written to. The supervisor holds its writing end, and each worker asks the
+kernel for SIGKILL when that end is closed (see ``lifeline`` in the worker package). A *guardian*, one small process per
+pool, holds the writing end as well. It thereby keeps the workers alive for the moment that it takes to find and end
+their descendants (see ``guardian`` in the worker package). The guardian also notices when the pool is closed, and when
+the event loop ends without closing it.
 """
 
 import asyncio
@@ -16,18 +17,26 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from hermes_pool.process.spawn import with_lifeline
+LIFELINE_VARIABLE = "HERMES_POOL_LIFELINE"
+"""The environment variable that tells a process which of its descriptors is the lifeline."""
 
 LEAVE_S = 3.0
-"""How long the guardian of a pool that is closed may take to end what is left, and itself."""
+"""How long the guardian may take, once the pool is closed, to end what is left and then itself."""
 RETRY_AFTER_S = 10.0
-"""How long no other guardian is started after one has died or could not be started."""
+"""How long to wait before a new attempt, after a lifeline could not be made or a guardian died or could not start."""
 
 _held: "weakref.WeakSet[_Ends]" = weakref.WeakSet()
 
 
+def with_lifeline(environment: Mapping[str, str], descriptor: int | None) -> dict[str, Any]:
+    """Return the ``subprocess`` arguments that give a process its environment and, if there is one, the lifeline."""
+    if descriptor is None:
+        return {"env": environment}
+    return {"env": {**environment, LIFELINE_VARIABLE: str(descriptor)}, "pass_fds": (descriptor,)}
+
+
 class _Ends:
-    """Descriptors that are closed once: by hand, with the event loop that holds this, or in a fork of this process."""
+    """Pipe ends that are closed once: by a call of ``close``, with the event loop that holds them, or in a fork."""
 
     def __init__(self, *descriptors: int) -> None:
         self.close = weakref.finalize(self, _close, descriptors)
@@ -35,7 +44,7 @@ class _Ends:
         _held.add(self)
 
     def __call__(self) -> None:
-        """Be a loop's callback for what never happens."""
+        """Do nothing. It is callable so that the loop can hold it as a callback, for an event that never comes."""
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -43,70 +52,72 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(each)
 
 
-def _let_go_in_fork() -> None:
-    """Close what a fork of the host must not hold: an executor's process, say, may outlive the host."""
+def _close_in_fork() -> None:
+    """Close what a fork of the host must not hold: an executor's process, for one, may outlive the host."""
     for ends in list(_held):
         ends.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_fork)
+    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Lifeline:
-    """The lifeline of one pool. Where the system refuses it, workers go without; the end of their wire remains."""
+    """The lifeline of one pool, and its guardian.
+
+    If the system refuses to make one, workers run without it and still leave at the end of their input.
+    """
 
     def __init__(self, guardian: Sequence[str], environment: Mapping[str, str], log: Any) -> None:
-        """Prepare. ``guardian`` is the command of the guardian, ``environment`` all that it gets."""
+        """Make nothing yet. ``guardian`` is the guardian's command line, ``environment`` its entire environment."""
         self._command = tuple(guardian)
         self._environment = environment
         self._log = log
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ours: int | None = None
-        self._theirs: int | None = None
+        self._write_end: int | None = None
+        self._read_end: int | None = None
         self._guardian: subprocess.Popen[bytes] | None = None
         self._guardian_pidfd: int | None = None
-        self._guardian_ends: Callable[[], object] = lambda: None
+        self._release_guardian: Callable[[], object] = lambda: None
         self._guardian_gone = asyncio.Event()
         self._retry_at = 0.0
         self._closed = False
 
     @property
     def guardian_pid(self) -> int | None:
-        """Pid of the guardian."""
+        """Pid of the guardian; ``None`` if there is none at present."""
         return None if self._guardian is None else self._guardian.pid
 
     def inherit(self) -> int | None:
-        """Return the descriptor that a new process of the pool has to inherit; ``None`` where there is none.
+        """Return the descriptor that a new process of the pool must inherit, or ``None`` if there is no lifeline.
 
-        The first call makes the lifeline, and each sees to it that there is a guardian.
+        The first call makes the lifeline; each call starts a guardian if none is running.
         """
         if self._closed:
             return None
-        if self._theirs is None and monotonic() >= self._retry_at:
+        if self._read_end is None and monotonic() >= self._retry_at:
             try:
                 self._open()
             except OSError as error:
                 self._retry_at = monotonic() + RETRY_AFTER_S
                 self._log.warning("lifeline_failed", error=str(error))
-        if self._theirs is not None and self._guardian is None and monotonic() >= self._retry_at:
+        if self._read_end is not None and self._guardian is None and monotonic() >= self._retry_at:
             try:
                 self._start_guardian()
             except OSError as error:
                 self._retry_at = monotonic() + RETRY_AFTER_S
                 self._log.warning("guardian_failed", error=str(error))
-        return self._theirs
+        return self._read_end
 
     def _open(self) -> None:
-        theirs, ours = os.pipe()
-        self._theirs, self._ours = theirs, ours
+        self._read_end, self._write_end = os.pipe()
         self._loop = asyncio.get_running_loop()
-        # The loop holds the ends and nobody else: when it is closed without the pool, they are. Nothing is ever read.
-        self._loop.add_reader(theirs, _Ends(theirs, ours))
+        # Only the loop holds the ends, so they are closed with it even if the pool is not. Nothing is ever read.
+        self._loop.add_reader(self._read_end, _Ends(self._read_end, self._write_end))
 
     def _start_guardian(self) -> None:
         assert self._loop is not None  # noqa: S101 - for the type checker
-        assert self._ours is not None  # noqa: S101
+        assert self._write_end is not None  # noqa: S101
         its_end, our_end = os.pipe()
         try:
             self._guardian = subprocess.Popen(
@@ -116,7 +127,7 @@ class Lifeline:
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 start_new_session=True,
-                **with_lifeline(self._environment, self._ours),
+                **with_lifeline(self._environment, self._write_end),
             )
             pidfd = os.pidfd_open(self._guardian.pid)
         except OSError:
@@ -129,12 +140,12 @@ class Lifeline:
         finally:
             os.close(its_end)
         ends = _Ends(our_end)
-        self._guardian_ends = ends.close
+        self._release_guardian = ends.close
         self._guardian_pidfd = pidfd
         self._guardian_gone.clear()
-        self._loop.add_reader(pidfd, self._guardian_has_ended, ends)
+        self._loop.add_reader(pidfd, self._guardian_ended, ends)
 
-    def _guardian_has_ended(self, ends: _Ends) -> None:
+    def _guardian_ended(self, ends: _Ends) -> None:
         assert self._loop is not None  # noqa: S101 - for the type checker
         assert self._guardian is not None  # noqa: S101
         assert self._guardian_pidfd is not None  # noqa: S101
@@ -150,19 +161,19 @@ class Lifeline:
             self._log.warning("guardian_died", status=status)
 
     async def close(self) -> None:
-        """Let go: what is left of the pool's processes ends now; return when the guardian has seen to it."""
+        """Close the lifeline, which ends what is left of the pool's processes; return when the guardian has left."""
         self._closed = True
-        self._guardian_ends()
-        if self._loop is not None and self._theirs is not None:
-            self._loop.remove_reader(self._theirs)  # which held the ends
-            self._theirs = self._ours = None
+        self._release_guardian()
+        if self._loop is not None and self._read_end is not None:
+            self._loop.remove_reader(self._read_end)  # which held the ends
+            self._read_end = self._write_end = None
         if self._guardian is None or self._guardian_pidfd is None:
             return
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self._guardian_gone.wait()
         except TimeoutError:
-            self._log.warning("guardian_held_up", pid=self._guardian.pid)
+            self._log.warning("guardian_killed", pid=self._guardian.pid, reason="it did not leave in time")
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._guardian_pidfd, signal.SIGKILL)
             await self._guardian_gone.wait()

@@ -1,8 +1,8 @@
-"""Finds and ends what a supervisor left that died together with all that should have swept up after it.
+"""Finds and ends orphans: processes of a supervisor that died together with everything that should have ended them.
 
-Each pool keeps a record of its supervisor in ``state_dir`` while it is open. A pool that opens reads the others': where
-the supervisor is gone, every process that carries that pool's marker is ended and the record removed. A supervisor of
-which the system does not tell whether it lives, or that belongs to another machine or container, is left alone.
+While a pool is open, a record in ``state_dir`` names its supervisor. A pool that opens reads the records of the others.
+If a supervisor is gone, every process with the marker of its pool is ended, and the record is removed. If it may be
+alive, or belongs to another machine or container, nothing is touched.
 """
 
 import json
@@ -17,18 +17,20 @@ from typing import Any, Self
 
 from hermes_pool.system import processes
 from hermes_pool.system.processes import IdentityCheck
+from hermes_pool_worker import procfs
 
 SWEEP_S = 5.0
-"""How long the orphans of others are looked for at most; what remains is found at the next start."""
+"""How long one sweep may take; it leaves the rest to the next pool that opens."""
 ROUNDS_MAX = 10
-"""How often it is looked again whether a pool has left anything: what is being ended may still fork."""
+"""How often a sweep repeats its search, since a process that is being ended may still fork."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Who owns the processes of a pool. ``began`` is the start time in ticks since the boot: no clock can move it.
+    """The supervisor that owns the processes of a pool.
 
-    ``system`` names what a pid belongs to: this boot of this machine, and the container.
+    ``create_time`` is in seconds since the epoch. ``began`` is the start time in ticks since the boot, which setting
+    the clock does not change. ``system`` names the scope of the pid: this boot of this machine, and the container.
     """
 
     pid: int
@@ -39,7 +41,7 @@ class Owner:
 
     @classmethod
     def here(cls) -> Self:
-        """Return this process."""
+        """Return the owner that this process is."""
         return cls(
             pid=os.getpid(),
             create_time=processes.create_time(os.getpid()) or 0.0,
@@ -50,7 +52,7 @@ class Owner:
 
     @classmethod
     def read(cls, file: Path) -> Self | None:
-        """Return the owner that a record names, ``None`` where it cannot be read."""
+        """Return the owner that a record names, or ``None`` if the record cannot be read."""
         try:
             values: Any = json.loads(file.read_bytes())
             owner = cls(**values)
@@ -66,31 +68,31 @@ class Owner:
         return None if wrong else owner
 
     def identify(self) -> IdentityCheck:
-        """Say whether it lives."""
+        """Return whether the owner still exists."""
         system = _system()
         if self.system != system:
-            # This machine was booted since, or the record is another one's, or another container's.
+            # The machine has rebooted since, or the record is from another machine or container.
             rebooted = self.host == socket.gethostname() and self.system.split()[0] != system.split()[0]
             return IdentityCheck.GONE if rebooted else IdentityCheck.UNKNOWN
         found = processes.identify(self.pid, self.create_time)
         began = _began(self.pid)
         if found not in (IdentityCheck.CURRENT, IdentityCheck.REPLACED) or self.began is None or began is None:
             return found
-        # The create time moves when somebody sets the clock; the ticks do not.
+        # Setting the clock changes the create time, but not the ticks.
         return IdentityCheck.CURRENT if began == self.began else IdentityCheck.REPLACED
 
 
 class Orphans:
-    """The record of one pool, and its look at those of others. All methods block, and raise nothing for the system."""
+    """Writes the record of one pool, and sweeps up after others. All methods block; system errors are logged only."""
 
     def __init__(self, state_dir: Path, pool: str, log: Any) -> None:
-        """Prepare. ``pool`` is what the markers of the pool's processes begin with."""
+        """``pool`` is the prefix of the markers of this pool's processes; records are in ``state_dir / "owners"``."""
         self._folder = state_dir / "owners"
         self._file = self._folder / f"{pool}.json"
         self._log = log
 
     def record(self) -> None:
-        """Write down who owns this pool, before its first process is started."""
+        """Record this process as the owner of the pool. Call it before the first process is started."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             scratch = self._file.with_suffix(".new")
@@ -100,14 +102,14 @@ class Orphans:
             self._log.warning("owner_not_recorded", error=str(error))
 
     def forget(self) -> None:
-        """Remove the record: the pool is closed, and nothing of it is left."""
+        """Remove the record. Call it once the pool is closed and nothing of it is left."""
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:
-            self._log.warning("owner_not_forgotten", error=str(error))
+            self._log.warning("owner_record_not_removed", error=str(error))
 
     def sweep(self) -> dict[str, list[int]]:
-        """End what dead supervisors have left; return the pids that were ended, by pool."""
+        """End the orphans of dead supervisors; return the pids that were ended, by pool."""
         deadline = monotonic() + SWEEP_S
         ended: dict[str, list[int]] = {}
         for file in sorted(self._others()):
@@ -116,10 +118,10 @@ class Orphans:
             owner = Owner.read(file)
             if owner is None or owner.identify() not in (IdentityCheck.GONE, IdentityCheck.REPLACED):
                 continue
-            pids, clean = _end(partial(processes.of_pool, file.stem), deadline)
+            pids, clean = _end(partial(processes.find_by_pool, file.stem), deadline)
             if pids:
                 ended[file.stem] = pids
-                self._log.warning("leftovers_ended", pool=file.stem, supervisor_pid=owner.pid, pids=pids)
+                self._log.warning("orphans_ended", pool=file.stem, supervisor_pid=owner.pid, pids=pids)
             if clean:
                 _remove(file)
         return ended
@@ -132,23 +134,24 @@ class Orphans:
 
 
 def end_session(leader: int, create_time: float, pool: str) -> list[int]:
-    """End what a dead worker has left in the session that it led; return the pids. Blocks.
+    """End what a dead worker has left in the session that it led; return the pids that were ended. Blocks.
 
-    A pid is not given out again while a session has it; where it is another process's now, the session was empty.
+    The kernel does not reuse a pid while a session has that id. If the pid belongs to another process now, the session
+    is empty.
     """
     if processes.identify(leader, create_time) is not IdentityCheck.GONE:
         return []
 
     def found() -> list[Any]:
-        return [process for process in processes.of_pool(pool) if _session(process.pid) == leader != process.pid]
+        return [process for process in processes.find_by_pool(pool) if _session(process.pid) == leader != process.pid]
 
     return _end(found, monotonic() + SWEEP_S)[0]
 
 
 def _end(find: Callable[[], list[Any]], deadline: float) -> tuple[list[int], bool]:
-    """End what is found until nothing is; return the pids, and whether nothing is left."""
+    """End what ``find`` returns until it returns nothing; return the pids, and whether nothing is left."""
     ended: list[int] = []
-    spared = processes.own_tree(os.getpid())
+    spared = processes.relatives(os.getpid())
     for _ in range(ROUNDS_MAX):
         found = [process for process in find() if process.pid not in spared]
         if not found:
@@ -174,7 +177,7 @@ def _session(pid: int) -> int | None:
 
 
 def _system() -> str:
-    """Name the boot of this machine and the container that this process is in."""
+    """Return a name for this boot of this machine and the container that this process is in."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -182,9 +185,6 @@ def _system() -> str:
 
 
 def _began(pid: int) -> int | None:
-    """Return the start time of a process in ticks since the boot (Linux)."""
-    try:
-        line = Path(f"/proc/{pid}/stat").read_bytes()
-        return int(line[line.rindex(b")") + 2 :].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
+    """Return the start time of a process in ticks since the boot, or ``None`` if it is unknown. Linux only."""
+    fields = procfs.stat(pid)
+    return None if fields is None else int(fields[procfs.BEGAN])

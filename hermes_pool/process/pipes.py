@@ -1,4 +1,4 @@
-"""The three pipes of a worker on Linux, read and written straight from the event loop."""
+"""The three pipes of a worker on Linux, read and written directly from the event loop."""
 
 import asyncio
 import contextlib
@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable
 from typing import BinaryIO
 
-from hermes_pool.process.launcher import Listener
+from hermes_pool.process.launcher import ProcessListener
 
 PIPE_BYTES = 1024 * 1024
-"""Asked for the pipes of the wire (Linux): a 1 MB frame then takes one turn of the loop instead of sixteen."""
+"""Capacity requested for the pipes of the wire: a 1 MB frame then takes one pass of the loop instead of sixteen."""
+
+_DRAIN_READS = 4
 
 _shared_buffer = bytearray(PIPE_BYTES)
 _shared_view = memoryview(_shared_buffer)
@@ -18,15 +20,15 @@ _small_buffers = (_shared_view[: 64 * 1024],)
 
 
 class PipeReader:
-    """The reading end of one pipe. What it reads lies in a buffer that all readers of the process share.
+    """The reading end of one pipe. All readers in this process share one buffer.
 
-    Not asyncio's transport: that one allocates a quarter of a megabyte for each read, and takes a longer way to
-    whoever waits for a frame.
+    asyncio's own transport would allocate a quarter of a megabyte for each read and add latency to each frame.
     """
 
     def __init__(
         self, file: BinaryIO, received: Callable[[memoryview], bool | None], ended: Callable[[], None]
     ) -> None:
+        """Start reading. ``received`` gets the bytes and returns whether frames are large; ``ended`` reports EOF."""
         os.set_blocking(file.fileno(), False)
         self._file = file
         self._descriptor = file.fileno()
@@ -45,42 +47,43 @@ class PipeReader:
         except OSError:
             size = 0
         if size:
-            # A megabyte of small frames would keep the loop from everybody else for too long.
+            # Use the large buffer for large frames only: a megabyte of small ones would hold up the loop for too long.
             self._buffers = _large_buffers if self._received(_shared_view[:size]) else _small_buffers
         else:
             self.close()
             self._ended()
 
     def pause(self) -> None:
-        """Read no more for now."""
+        """Stop reading for now."""
         if not self._paused and not self._file.closed:
             self._paused = True
             self._loop.remove_reader(self._file.fileno())
 
     def resume(self) -> None:
-        """Read on."""
+        """Resume reading."""
         if self._paused and not self._file.closed:
             self._paused = False
             self._loop.add_reader(self._file.fileno(), self._read)
 
     def drain(self) -> None:
-        """Read what is there already."""
+        """Read what is already in the pipe, up to a few buffers."""
         for _ in range(_DRAIN_READS):
             if self._file.closed:
                 return
             self._read()
 
     def close(self) -> None:
-        """Read no more, ever."""
+        """Stop reading for good."""
         if not self._file.closed:
             self._loop.remove_reader(self._file.fileno())
             self._file.close()
 
 
 class PipeWriter:
-    """The writing end of one pipe. What the pipe does not take at once is copied, queued, and written later."""
+    """The writing end of one pipe. Bytes that do not fit are copied, queued and written later."""
 
     def __init__(self, file: BinaryIO, ended: Callable[[], None]) -> None:
+        """Prepare to write. ``ended`` is called once the other end is closed."""
         os.set_blocking(file.fileno(), False)
         self._file = file
         self._descriptor = file.fileno()
@@ -89,7 +92,7 @@ class PipeWriter:
         self._loop = asyncio.get_running_loop()
 
     def write(self, data: bytes | bytearray) -> None:
-        """Send bytes. Never raises: whoever reads no more has ended, which others tell."""
+        """Write bytes. Never raises: a closed pipe is reported through ``ended``."""
         if self._file.closed:
             return
         if self._queue:
@@ -121,32 +124,33 @@ class PipeWriter:
             self._loop.remove_writer(self._descriptor)
 
     def close(self) -> None:
-        """Write no more, ever; what is queued is dropped."""
+        """Stop writing for good and drop what is queued."""
         if not self._file.closed:
             self._loop.remove_writer(self._descriptor)
             self._file.close()
             self._queue.clear()
 
 
-_DRAIN_READS = 4
-
-
 class ChildPipes:
-    """The three pipes of a worker: the child's ends as plain files, ours for the event loop once they are connected."""
+    """The three pipes of a worker: plain files on the child's side, ``PipeReader`` and ``PipeWriter`` on ours.
+
+    ``reader`` (its stdout) and ``writer`` (its stdin) exist once ``connect`` was called.
+    """
 
     def __init__(self) -> None:
+        """Create the pipes. Raises ``OSError`` if the system has no descriptors left."""
         self._files: list[BinaryIO] = []
         self.reader: PipeReader | None = None
         self.writer: PipeWriter | None = None
         self._stderr_reader: PipeReader | None = None
         try:
-            self._stdin, self._our_out = self._pipe()
-            self._our_in, self._stdout = self._pipe()
-            self._our_err, self._stderr = self._pipe()
+            self._child_stdin, self._our_stdin = self._pipe()
+            self._our_stdout, self._child_stdout = self._pipe()
+            self._our_stderr, self._child_stderr = self._pipe()
         except BaseException:
             self.close()
             raise
-        for end in (self._stdin, self._stdout):
+        for end in (self._child_stdin, self._child_stdout):
             _enlarge(end)
 
     def _pipe(self) -> tuple[BinaryIO, BinaryIO]:
@@ -156,19 +160,19 @@ class ChildPipes:
         return files
 
     def child_ends(self) -> tuple[int, int, int]:
-        """Return the descriptors that become the child's 0, 1 and 2."""
-        return self._stdin.fileno(), self._stdout.fileno(), self._stderr.fileno()
+        """Return the descriptors that become 0, 1 and 2 of the child."""
+        return self._child_stdin.fileno(), self._child_stdout.fileno(), self._child_stderr.fileno()
 
-    def connect(self, listener: Listener) -> None:
-        """Let go of the child's ends, and hand what comes through ours to the listener from now on."""
-        for end in (self._stdin, self._stdout, self._stderr):
+    def connect(self, listener: ProcessListener) -> None:
+        """Close the child's ends, and pass everything that arrives at ours to ``listener`` from now on."""
+        for end in (self._child_stdin, self._child_stdout, self._child_stderr):
             end.close()
-        self.writer = PipeWriter(self._our_out, listener.stdin_ended)
-        self.reader = PipeReader(self._our_in, listener.stdout_received, listener.stdout_ended)
-        self._stderr_reader = PipeReader(self._our_err, listener.stderr_received, lambda: None)
+        self.writer = PipeWriter(self._our_stdin, listener.stdin_ended)
+        self.reader = PipeReader(self._our_stdout, listener.stdout_received, listener.stdout_ended)
+        self._stderr_reader = PipeReader(self._our_stderr, listener.stderr_received, lambda: None)
 
     def close(self) -> None:
-        """Let go of everything; what was not sent is dropped. Last words on stderr are still heard."""
+        """Close everything and drop what was not sent. The last lines on stderr still reach the listener."""
         if self._stderr_reader is not None:
             self._stderr_reader.drain()
         for end in (self.reader, self._stderr_reader, self.writer):
@@ -182,5 +186,5 @@ class ChildPipes:
 def _enlarge(pipe: BinaryIO) -> None:
     import fcntl  # noqa: PLC0415 - exists on POSIX only
 
-    with contextlib.suppress(OSError, AttributeError):  # refused when this user's pipes hold too much already
+    with contextlib.suppress(OSError, AttributeError):  # refused once this user's pipes hold too much memory
         fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)

@@ -1,4 +1,4 @@
-"""Everywhere else: asyncio's own subprocesses."""
+"""Starts workers with asyncio's own subprocesses, on platforms without pidfd."""
 
 import asyncio
 import contextlib
@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import psutil
 
-from hermes_pool.process.launcher import Command, Exit, Listener, WorkerProcess
+from hermes_pool.process.launcher import Command, Exit, ProcessListener, WorkerProcess
 
 
 class PortableLauncher:
-    """asyncio's own subprocesses: macOS, Windows, and a Linux without pidfd. Untested on the first two."""
+    """Starts workers on macOS, Windows, and a Linux without pidfd. Untested on the first two."""
 
-    async def launch(self, command: Command, listener: Listener) -> WorkerProcess:
+    async def launch(self, command: Command, listener: ProcessListener) -> WorkerProcess:
         """Start a process in a session (POSIX) or a process group (Windows) of its own."""
         loop = asyncio.get_running_loop()
         group: dict[str, Any] = {"start_new_session": True}
@@ -34,19 +34,19 @@ class PortableLauncher:
         except psutil.Error as error:
             transport.kill()
             transport.close()
-            raise OSError(f"the worker, once started, could not be watched: {error}") from error
+            raise OSError(f"it started, but its process cannot be identified: {error}") from error
         return protocol
 
     async def close(self) -> None:
-        """Nothing is kept between launches."""
+        """Do nothing: no process is kept between launches."""
 
 
 class _PortableProcess(asyncio.SubprocessProtocol):
-    """A child behind asyncio's transport."""
+    """A child process behind asyncio's transport; implements ``WorkerProcess``."""
 
     create_time: float
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: ProcessListener) -> None:
         self._listener = listener
         self._transport: asyncio.SubprocessTransport | None = None
         self.pid = 0
@@ -69,7 +69,7 @@ class _PortableProcess(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         status = self._transport.get_returncode() if self._transport is not None else None
-        # asyncio reports 255 for a child that something else has waited for.
+        # asyncio reports 255 for a child whose status something else has collected.
         self._listener.exited(Exit(None if status == _UNKNOWN_TO_ASYNCIO else status))
 
     def write(self, data: bytes | bytearray) -> None:

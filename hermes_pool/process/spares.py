@@ -1,7 +1,7 @@
-"""Keeps workers ready for conversations to come.
+"""Keeps prepared workers ready for new conversations.
 
-A spare is used once and never goes back: nothing of one conversation can be seen by another. It is a gift to the next
-caller and nothing that anybody waits for: while memory is short, or when they cannot be started, there are none.
+A spare is used once and never returned, so that nothing of one conversation is visible to another. Spares make a start
+faster, but no start waits for one: there are none while memory is short or while they fail to start.
 """
 
 import asyncio
@@ -12,35 +12,37 @@ from time import monotonic
 from typing import Any
 
 from hermes_pool.errors import HermesPoolError
-from hermes_pool.process.connection import ConnectionListener, Death, WorkerConnection
+from hermes_pool.process.connection import ConnectionListener, WorkerConnection
+from hermes_pool.process.death import Death
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool.system import processes
-from hermes_pool.system.file_stamps import Stamps, stamps_of
+from hermes_pool.system.file_stamps import FileStamps, stamps_of
 from hermes_pool.system.threads import in_thread
+from hermes_pool_worker import wire
 
-MEMORY_FREE_LEAST = 0.1
-"""Share of the machine's memory that must be available for another spare to be started."""
+MEMORY_FREE_MIN = 0.1
+"""Share of the machine's memory that must be available before another spare is started."""
 REFILL_AFTER_S = 1.0
-"""How long after a spare was taken its successor is started: first the conversation that took it has its turn."""
+"""How long to wait before a taken spare is replaced: the conversation that took it comes first."""
 RETRY_AFTER_S = 30.0
-"""How long none is started after one could not be."""
+"""How long no spare is started after one failed to start, or while memory is short."""
 
 
 @dataclass(frozen=True)
 class Spare:
-    """A prepared worker, and the state of the files that went into it."""
+    """A prepared worker, and the stamps of the files that it was made from."""
 
     connection: WorkerConnection
     watched: tuple[str, ...]
-    stamps: Stamps
+    stamps: FileStamps
 
     def fresh(self) -> bool:
-        """Whether it lives, and would be made the same way now."""
+        """Return whether it is alive and none of its files has changed."""
         return self.connection.death is None and stamps_of(self.watched) == self.stamps
 
 
 class Spares:
-    """The spare workers of one pool: ``wanted`` of them, started one after the other in the background."""
+    """The spare workers of one pool: ``wanted`` of them, started one at a time in the background."""
 
     def __init__(
         self,
@@ -52,50 +54,50 @@ class Spares:
         self._start = start
         self._log = log
         self._ready: deque[Spare] = deque()
-        self._filling: asyncio.Task[None] | None = None
-        self._refilling: asyncio.TimerHandle | None = None
-        self._leaving: set[asyncio.Task[Any]] = set()
+        self._fill_task: asyncio.Task[None] | None = None
+        self._refill_timer: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[Any]] = set()
         self._retry_at = 0.0
 
     def take(self) -> WorkerConnection | None:
-        """Return a spare for good, or ``None`` where there is none; another one is started in its place."""
+        """Hand over a spare for good, or return ``None`` if none is ready. A replacement is started soon."""
         while self._ready:
             spare = self._ready.popleft()
             if spare.fresh():
-                self._refill_soon()
+                self._schedule_refill()
                 return spare.connection
-            self._let_go(spare.connection, "it is stale")
-        self._refill_soon()
+            self._discard(spare.connection, "was stale")
+        self._schedule_refill()
         return None
 
     def refill(self) -> None:
-        """See that spares are being started, if some are missing and there is reason to hope."""
-        if self._filling is None and len(self._ready) < self._wanted and monotonic() >= self._retry_at:
-            self._filling = asyncio.get_running_loop().create_task(self._fill())
+        """Begin to start the spares that are missing, unless a failure was too recent."""
+        if self._fill_task is None and len(self._ready) < self._wanted and monotonic() >= self._retry_at:
+            self._fill_task = asyncio.get_running_loop().create_task(self._fill())
 
-    def _refill_soon(self) -> None:
-        if self._wanted and self._refilling is None:
-            self._refilling = asyncio.get_running_loop().call_later(REFILL_AFTER_S, self._refill_now)
+    def _schedule_refill(self) -> None:
+        if self._wanted and self._refill_timer is None:
+            self._refill_timer = asyncio.get_running_loop().call_later(REFILL_AFTER_S, self._refill_due)
 
-    def _refill_now(self) -> None:
-        self._refilling = None
+    def _refill_due(self) -> None:
+        self._refill_timer = None
         self.refill()
 
     async def close(self) -> None:
-        """Start no more, and end those that are ready."""
+        """End the spares that are ready, and start no more."""
         self._wanted = 0
-        if self._refilling is not None:
-            self._refilling.cancel()
-        if self._filling is not None:
-            self._filling.cancel()
-            await asyncio.wait({self._filling})
+        if self._refill_timer is not None:
+            self._refill_timer.cancel()
+        if self._fill_task is not None:
+            self._fill_task.cancel()
+            await asyncio.wait({self._fill_task})
         while self._ready:
-            self._let_go(self._ready.popleft().connection, "the pool is closing")
-        if self._leaving:
-            await asyncio.wait(self._leaving)
+            self._discard(self._ready.popleft().connection, "was a spare when the pool closed")
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     def snapshots(self) -> list[SessionSnapshot]:
-        """Return what ``ps`` shows of them."""
+        """Return the rows that ``ps`` shows for them."""
         return [
             SessionSnapshot(
                 conversation_id="",
@@ -111,7 +113,7 @@ class Spares:
     async def _fill(self) -> None:
         try:
             while len(self._ready) < self._wanted:
-                if await in_thread(processes.memory_available) < MEMORY_FREE_LEAST:
+                if await in_thread(processes.memory_available) < MEMORY_FREE_MIN:
                     self._log.info("spares_paused", reason="memory is short")
                     self._retry_at = monotonic() + RETRY_AFTER_S
                     return
@@ -121,31 +123,34 @@ class Spares:
             self._log.warning("spare_failed", error=str(error))
             self._retry_at = monotonic() + RETRY_AFTER_S
         finally:
-            self._filling = None
+            self._fill_task = None
 
-    def _let_go(self, connection: WorkerConnection, why: str) -> None:
-        task = asyncio.get_running_loop().create_task(connection.kill(why))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+    def _discard(self, connection: WorkerConnection, reason: str) -> None:
+        task = asyncio.get_running_loop().create_task(connection.kill(reason))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     # --- connection.ConnectionListener ---
 
     def connection_begun(self, connection: WorkerConnection) -> None:
-        """Do nothing: it counts when it is ready."""
+        """Do nothing: a spare counts once it is ready."""
 
-    def connection_heard(self, message: Any) -> None:
-        """Drop it: a spare has no turns."""
+    def connection_heard(self, frame: wire.TurnFrame) -> bool:
+        """Refuse it: a spare has no turns."""
+        return False
 
-    def connection_background(self, message: Any) -> None:
-        """Drop it: a spare has nothing to work on."""
+    def connection_background(self, frame: wire.BackgroundFrame) -> bool:
+        """Refuse it: a spare has no background jobs."""
+        return False
 
     def connection_said(self, line: str) -> None:
-        """Pass a line of its stderr on to the log."""
+        """Log a line of its stderr."""
         self._log.info("worker_stderr", line=line)
 
     def connection_died(self, connection: WorkerConnection, death: Death) -> None:
-        """Forget a spare that has died."""
+        """Remove a spare that has died."""
         self._ready = deque(spare for spare in self._ready if spare.connection is not connection)
         if not death.wanted:
             self._log.warning("spare_died", exit=str(death))
-            self._retry_at = max(self._retry_at, monotonic() + 1.0)  # not in a circle
+            # Spares that die at once must not be replaced in a tight loop.
+            self._retry_at = max(self._retry_at, monotonic() + 1.0)

@@ -1,22 +1,22 @@
 """Who may have a worker, who makes room for whom, and whether the pool begins anything new at all.
 
-A worker needs a permit, and there are ``workers_max``. A session holds its permit from its admission (a start counts before
-there is a process) until its process has ended. A session whose worker dies in a turn keeps it: it is
-about to start another one. A session that finds none waits in a queue that is fair between users, while as many idle
-sessions as are needed go dormant, the least valuable first. Running sessions are never disturbed.
+A worker needs a permit, and there are ``workers_max``. A session holds its permit from its admission (a start counts
+before there is a process) until its process has ended. A session whose worker dies in a turn keeps it: it is about to
+start another one. A session that finds none waits in a queue that is fair between users, while as many idle sessions as
+are needed go dormant, the least valuable first. Running sessions are never disturbed.
 
-A permit that becomes free is given to exactly one who waits, by whoever frees it: nobody has to look again, nobody can
-snatch it, and one who gives up between the two hands it on.
+A permit that becomes free goes at once to the session that is next. Nobody has to look again and nobody can snatch it;
+a session that gives up at that very moment hands it on.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hermes_pool import lifecycle
 from hermes_pool.errors import (
     HermesPoolError,
     PoolClosedError,
@@ -25,15 +25,12 @@ from hermes_pool.errors import (
     PoolPausedError,
     SettingsError,
 )
-from hermes_pool.lifecycle import State
+from hermes_pool.lifecycle import ALIVE, WorkerState
 from hermes_pool.scheduling.fair_queue import FairQueue
 from hermes_pool.scheduling.pool_state import MAY_BECOME, Drained, PoolState
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot
 
-LOOK_S = 0.01
-"""How often it is looked whether a turn whose worker died, or a pool that shall come to rest, is done. Never while
-turns are merely running."""
 TRY_AGAIN_S = 1.0
 """An idle session that could not go (its metadata could not be saved) is asked again after this long."""
 HOLDS_KEPT = 64
@@ -79,7 +76,7 @@ class Occupant(Protocol):
     waiting: int
 
     @property
-    def state(self) -> State:
+    def state(self) -> WorkerState:
         """What its worker is doing."""
 
     @property
@@ -97,8 +94,8 @@ class Occupant(Protocol):
     def idle_s(self) -> float | None:
         """Return for how long its worker has had nothing to do; ``None`` when it has, or there is none."""
 
-    async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False) -> bool:
-        """Let the worker go if it still idles; say whether it went."""
+    async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False, reason: str = "idle") -> bool:
+        """Let the worker go if it is still idle; return whether it went."""
 
     async def stop(self, reason: str) -> object:
         """End the turn that runs, and the worker."""
@@ -161,6 +158,9 @@ class Admission:
     """How long permits of the full pool were busy lately, from a turn's begin to its end."""
     _clock: Callable[[], float] = field(default=time.monotonic, init=False)
     """The loop's, as soon as there is one."""
+    news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set at every change that may bring the pool to rest: here, and by sessions when a message stops waiting or the
+    conversation is free again. Whoever waits for that clears it."""
 
     def __post_init__(self) -> None:
         """Begin with the limit of the settings; it may change, they may not."""
@@ -182,7 +182,7 @@ class Admission:
     async def make_room(self, asking: Occupant) -> None:
         """Return when one worker more is allowed: the session has its permit from then on, until ``changed`` frees it.
 
-        Waits at most ``wait_timeout_s``, and with ``busy="reject"`` only for an idle session that goes. Raises
+        Waits at most ``timeouts.wait_s``, and with ``busy="reject"`` only for an idle session that goes. Raises
         ``PoolFullError``, ``PoolPausedError`` or ``PoolClosedError``; a cancelled caller leaves the queue at once.
         """
         if asking in self._permits:  # its worker died in a turn: the permit was kept for this
@@ -193,9 +193,9 @@ class Admission:
         loop = asyncio.get_running_loop()
         waiter = Waiter(asking, loop.create_future())
         self._queue.add(waiter)
-        overtime = loop.call_later(self.settings.wait_timeout_s, self._refuse, waiter, "too late")
+        overtime = loop.call_later(self.settings.timeouts.wait_s, self._refuse, waiter, "too late")
         try:
-            if len(self._queue) > self.settings.admissions_waiting_max:
+            if len(self._queue) > self.settings.queues.admissions_max:
                 # Who would be served last: so a user who fills the queue takes nothing from another one.
                 self._refuse(list(self._queue)[-1], "too many")
             self._serve()
@@ -210,27 +210,30 @@ class Admission:
         finally:
             overtime.cancel()
 
-    def changed(self, session: Occupant) -> None:
-        """Take note of a session's change of state. It is called twice in each turn, and mostly has nothing to do."""
-        state = session.state
-        if state is State.BUSY or state is State.IDLE:
+    def changed(self, session: Occupant, state: WorkerState) -> None:
+        """Learn of a session's change of state, or that its turn has settled without a worker.
+
+        Called twice in each turn, mostly with nothing to do.
+        """
+        if state is WorkerState.BUSY or state is WorkerState.IDLE:
             if len(self._permits) >= self._limit or self._begun:
                 self._note(session, state)
-        elif state is State.STARTING:
+        elif state is WorkerState.STARTING:
             self._begun[session] = self._clock()
-        elif state not in lifecycle.ALIVE:
+        elif state not in ALIVE:
             self._begun.pop(session, None)
             permit = self._permits.get(session)
-            if permit is not None:
-                self._free_unless_in_turn(session, permit)
+            if permit is not None and (not session.in_turn or self.state is PoolState.CLOSED):
+                self._free(session, permit)
+        self.news.set()
 
-    def _note(self, session: Occupant, state: State) -> None:
+    def _note(self, session: Occupant, state: WorkerState) -> None:
         """Measure starts, and in a full pool turns; have a session go that became idle where it is one too many."""
         permit = self._permits.get(session)
         if permit is None:
             return
         now = self._clock()
-        if state is State.BUSY:
+        if state is WorkerState.BUSY:
             permit.busy_since = now if len(self._permits) >= self._limit else None
             return
         begun_at = self._begun.pop(session, None)
@@ -265,15 +268,6 @@ class Admission:
             for permit in self._permits.values():
                 permit.busy_since = None
 
-    def _free_unless_in_turn(self, session: Occupant, permit: _Permit) -> None:
-        """Free the permit of a session without a process, once the turn in which its worker died has settled."""
-        if session.state in lifecycle.ALIVE or self._permits.get(session) is not permit:
-            return
-        if not session.in_turn or self.state is PoolState.CLOSED:
-            self._free(session, permit)
-        else:
-            asyncio.get_running_loop().call_later(LOOK_S, self._free_unless_in_turn, session, permit)
-
     def _serve(self) -> None:
         """Give free permits to those who are next, and have idle sessions go for those who are left."""
         while self._queue and self._has_permit():
@@ -285,7 +279,7 @@ class Admission:
 
     def _make_some_go(self) -> None:
         wanted = 0 if self.state is PoolState.PAUSED else len(self._queue)
-        going = sum(session in self._leaving or session.state is State.STOPPING for session in self._permits)
+        going = sum(session in self._leaving or session.state is WorkerState.STOPPING for session in self._permits)
         short = len(self._permits) + wanted - self._limit - going
         if short <= 0:
             return
@@ -353,9 +347,9 @@ class Admission:
         pace = "" if expected_s is None else f", about {expected_s:.3g} s at the present pace"
         problem = {
             "busy": f'none is idle, and you do not want to wait (busy="reject"); it would be number {position}{pace}',
-            "too many": f"{len(self._queue)} messages wait for one already (admissions_waiting_max); it would be "
+            "too many": f"{len(self._queue)} messages wait for one already (queues.admissions_max); it would be "
             f"number {position} in the queue{pace}",
-            "too late": f"none became free within {self.settings.wait_timeout_s:g} s (wait_timeout_s); it was number "
+            "too late": f"none became free within {self.settings.timeouts.wait_s:g} s (timeouts.wait_s); it was number "
             f"{position} in the queue{pace}",
         }[why]
         error = PoolFullError(
@@ -390,13 +384,18 @@ class Admission:
                 )
             case PoolState.PAUSED:
                 return PoolPausedError(
-                    "the pool is paused, and was not resumed in time (wait_timeout_s). Try again later, answer it "
+                    "the pool is paused, and was not resumed in time (timeouts.wait_s). Try again later, answer it "
                     "another way, or resume() the pool",
                     conversation_id=conversation_id,
                 )
         return PoolClosedError("the pool is closed", conversation_id=conversation_id)
 
     # --- the state ---
+
+    def check_open(self, session: Occupant) -> None:
+        """Raise ``PoolClosedError`` where no worker is wanted any more."""
+        if self.state is PoolState.CLOSED:
+            raise self._refusal(session)
 
     def refuse_new(self) -> None:
         """Raise what a new message gets now; nothing where it may come, be it to wait."""
@@ -406,17 +405,17 @@ class Admission:
     async def passed(self, session: Occupant) -> None:
         """Return when a message that has come in may begin its turn: while the pool is paused it is held here.
 
-        Raises ``PoolPausedError`` after ``wait_timeout_s`` (at once with ``busy="reject"``), ``PoolFullError`` when
-        ``admissions_waiting_max`` are held already, and ``PoolClosedError`` and its kinds.
+        Raises ``PoolPausedError`` after ``timeouts.wait_s`` (at once with ``busy="reject"``), ``PoolFullError`` when
+        ``queues.admissions_max`` are held already, and ``PoolClosedError`` and its kinds.
         """
         settings = self.settings
-        deadline = self._clock() + settings.wait_timeout_s
+        deadline = self._clock() + settings.timeouts.wait_s
         while self.state is PoolState.PAUSED:
             if settings.busy == "reject":
                 raise self._refusal(session)
-            if len(self._held) >= settings.admissions_waiting_max:
+            if len(self._held) >= settings.queues.admissions_max:
                 raise PoolFullError(
-                    f"the pool is paused, and {len(self._held)} messages wait already (admissions_waiting_max). Try "
+                    f"the pool is paused, and {len(self._held)} messages wait already (queues.admissions_max). Try "
                     "again later, answer it another way, or resume() the pool",
                     position=len(self._held) + 1,
                     waiting=len(self._held),
@@ -449,6 +448,7 @@ class Admission:
             self._clock = asyncio.get_running_loop().time
         self.state = state
         self.log.info("pool_state", state=state.value, before=before.value)
+        self.news.set()
         if state is not PoolState.PAUSED:
             held, self._held = self._held, []
             for each in held:
@@ -485,8 +485,10 @@ class Admission:
             return Drained(max(0, before - cut), 0)
         self.become(PoolState.DRAINED)
         while self._is(PoolState.DRAINED) and (busy := [each for each in self.sessions() if _unanswered(each)]):
+            self.news.clear()
             await asyncio.wait({self.in_background(session.stop("the pool was drained")) for session in busy})
-            await asyncio.sleep(LOOK_S)
+            if self._is(PoolState.DRAINED) and self._unanswered():
+                await self.news.wait()  # some message was between two states
         return Drained(max(0, before - cut), cut)
 
     def resize(self, workers_max: int) -> None:
@@ -499,10 +501,13 @@ class Admission:
         self._measure_no_more()
 
     async def _rest(self, deadline_s: float, count: Callable[[], int], state: PoolState) -> bool:
-        """Wait until nothing is left to count, or the deadline; say whether the state is still the same."""
+        """Wait until nothing is left to count, or the deadline; return whether the state is still the same."""
         deadline = self._clock() + deadline_s
-        while self._is(state) and count() and (left_s := deadline - self._clock()) > 0:  # noqa: ASYNC110 - see below
-            await asyncio.sleep(min(LOOK_S, left_s))  # not every end of a wait is announced
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while self._is(state) and count():
+                    self.news.clear()
+                    await self.news.wait()
         return self._is(state)
 
     def _is(self, state: PoolState) -> bool:
@@ -510,7 +515,7 @@ class Admission:
 
     def _running(self) -> int:
         """Count turns that run, or whose worker is being started."""
-        return sum(session.state is State.STARTING or session.in_turn for session in self.sessions())
+        return sum(session.state is WorkerState.STARTING or session.in_turn for session in self.sessions())
 
     def _unanswered(self) -> int:
         return sum(map(_unanswered, self.sessions()))

@@ -11,7 +11,7 @@ class PoolState(StrEnum):
     """Not entered yet."""
     OPEN = "open"
     PAUSED = "paused"
-    """Turns that run go on, none is begun: messages wait, up to ``wait_timeout_s``."""
+    """Turns that run go on, none is begun: messages wait, up to ``timeouts.wait_s``."""
     DRAINING = "draining"
     """Turns that run, and messages in line, are finished; new ones are refused."""
     DRAINED = "drained"

@@ -1,1 +1,1 @@
-"""The database."""
+"""Session metadata in a database."""

@@ -1,54 +1,43 @@
-"""What is kept of each session in a database, inside the JSON column ``agent_state`` that Jarvis writes too.
+"""What the pool keeps of each session in a database, inside the JSON column ``agent_state`` that Jarvis writes too.
 
-The pool's own table, or one of Jarvis' (its engine, its model, its column), on SQLite or PostgreSQL. Only the object
-``runtime_state.hermes`` and the word ``runtime`` are ever written, each by one atomic statement (``json_sql``).
+The table is the pool's own or one of Jarvis' (its engine, its model, its column), on SQLite or PostgreSQL. Only two
+members are ever written, ``runtime_state.hermes`` and ``runtime``, each by one atomic statement (``json_sql``).
 """
 
 import asyncio
 import contextlib
-import importlib.util
 import json
-import math
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, cast
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, IntegrityError, NoInspectionAvailable, ProgrammingError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, NoInspectionAvailable, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import registry
-from sqlalchemy.schema import CreateTable
 from sqlmodel import Field, SQLModel
 
 from hermes_pool.errors import InvalidKeyError, SettingsError, StateNotWritableError, StoreError
 from hermes_pool.settings import SessionKey
-from hermes_pool.storage.json_sql import BY_DIALECT, JsonSql, path
+from hermes_pool.storage.engine import CONCURRENCY, check_dialect, make_engine, run_in_transaction, supported_url
+from hermes_pool.storage.json_sql import BY_DIALECT, JsonSql, leaf_path
+from hermes_pool.storage.record import SCHEMA, SessionRecord
 from hermes_pool.system.threads import in_thread
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine  # it needs greenlet, which who has no such engine need not have
+    from sqlalchemy.ext.asyncio import AsyncEngine  # needs greenlet, which hosts without such an engine may lack
 
 T = TypeVar("T")
 
-SCHEMA = 1
-"""The layout of what is stored. A record with a higher number is neither read nor overwritten."""
-
-_AT_ONCE = {"postgresql": 4, "sqlite": 2}
-"""Operations of one store that run at the same time; the others wait in line. SQLite has one writer, and each further
-thread would only compete with the event loop for the interpreter's lock."""
-_DATABASE_SHARE = 0.9  # of the time limit: the database should give up first, since it can say why
-
 
 class _OwnTables(SQLModel, registry=registry()):
-    """Keeps the table below out of ``SQLModel.metadata``, where Jarvis may have a ``conversation`` of its own."""
+    """Keeps the table below out of ``SQLModel.metadata``, where Jarvis may have its own ``conversation``."""
 
 
 class Conversation(_OwnTables, table=True):
-    """The pool's own table, for when Jarvis gives it none."""
+    """The pool's own table, used where Jarvis provides none."""
 
     id: str = Field(primary_key=True)
     """The conversation's id."""
@@ -56,63 +45,17 @@ class Conversation(_OwnTables, table=True):
     """``{"runtime": ..., "runtime_state": {"hermes": ...}}``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionRecord:
-    """What is stored of one session. ``None`` is "not known", and such a member is absent from the stored object.
-
-    So ``restart_count`` and ``status`` are always there, ``session_id`` and ``last_used_at`` from when they are known.
-    """
-
-    session_id: str | None = None
-    """The agent's own name of the session."""
-    last_used_at: str | None = None
-    """End of the last turn, ISO 8601 in UTC."""
-    restart_count: int = 0
-    """Workers that died and were replaced."""
-    status: Literal["healthy", "dormant", "failed"] = "dormant"
-    """``healthy``: it has a worker. ``dormant``: it has none, and the next message resumes it. ``failed``: no worker
-    could be started."""
-    committed: str | None = None
-    """The agent's mark of the history up to the last turn that ended with a reply."""
-    incarnation: int = 0
-    """The how-manieth worker it has, or had last."""
-    turns: int = 0
-    """Turns that ended with a reply."""
-    pid: int | None = None
-    create_time: float | None = None
-    """Of the worker's process, in seconds since the epoch; with the pid, its identity."""
-    host: str | None = None
-    """The machine that the pid belongs to."""
-    agent: str | None = None
-    last_error: str | None = None
-    schema: int = SCHEMA
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what is stored, for any JSON database: a member is ``None`` if it must be absent.
-
-        NUL and halves of surrogate pairs, which not every database takes, become U+FFFD.
-        """
-        return {each.name: _storable(getattr(self, each.name)) for each in fields(self)}
-
-    @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Self:
-        """Read a stored object. Unknown members are ignored, and one of a wrong type counts as absent."""
-        values = {each.name: _as_declared(each.type, stored.get(each.name)) for each in fields(cls)}
-        if values["status"] not in ("healthy", "dormant", "failed"):
-            values["status"] = None
-        return cls(**{name: value for name, value in values.items() if value is not None})
-
-
 class ConversationStore:
-    """The sessions in one table. Coroutines of one event loop at a time; every operation ends within ``timeout_s``.
+    """The sessions in one table. Used by one event loop at a time; every operation ends within ``timeout_s`` seconds.
 
-    ``engine`` is yours, sync or async, and stays so: ``close`` leaves it alone (``from_url`` makes one of its own).
-    ``model`` is a mapped class, of which ``id_column`` and ``state_column`` name attributes or columns. With
-    ``create_rows`` a conversation that has no row gets one; that is for a table in which all other columns may be empty
-    or have a default in the database. Without, saving to a missing row is ``StateNotWritableError``.
+    ``engine`` is yours, sync or async, and ``close`` leaves it open (``from_url`` makes one of its own). ``model`` is a
+    mapped class; ``id_column`` and ``state_column`` name two of its attributes or columns. With ``create_rows`` a
+    conversation that has no row gets one, which requires that all other columns are nullable or have a default in the
+    database. Without it, saving to a missing row raises ``StateNotWritableError``.
 
-    ``StoreError`` where the database does not answer in time or refuses; ``StateNotWritableError`` where what is
-    stored is not ours to change; ``SettingsError`` for an engine or a model that cannot be used.
+    Operations raise ``StoreError`` if the database does not answer in time or reports an error, and
+    ``StateNotWritableError`` if the stored value must not be changed. The constructor raises ``SettingsError`` for an
+    engine or a model that cannot be used.
     """
 
     def __init__(
@@ -126,9 +69,9 @@ class ConversationStore:
         timeout_s: float = 10.0,
     ) -> None:
         if not timeout_s > 0:
-            raise SettingsError(f"timeout_s must be over 0, not {timeout_s!r}")
+            raise SettingsError(f"timeout_s must be greater than 0, not {timeout_s!r}")
         url, dialect = (engine, engine.get_dialect()()) if isinstance(engine, sa.URL) else (engine.url, engine.dialect)
-        _check_dialect(dialect.name)
+        check_dialect(dialect.name)
         self._own_url = engine if isinstance(engine, sa.URL) else None
         self._engine = None if isinstance(engine, sa.URL) else engine
         self._password = None if url.password is None else str(url.password)
@@ -136,73 +79,73 @@ class ConversationStore:
         self._sql = _sql_for(dialect, self._id, _column_of(model, state_column))
         self._create_rows = create_rows
         self._timeout_s = timeout_s
-        self._at_once = _AT_ONCE[dialect.name]
-        self._slots = asyncio.Semaphore(self._at_once)
-        self._texts: dict[str, Any] = {}
-        self._making = threading.Lock()
+        self._concurrency = CONCURRENCY[dialect.name]
+        self._slots = asyncio.Semaphore(self._concurrency)
+        self._statements: dict[str, Any] = {}
+        self._making_engine = threading.Lock()
         self._closed = False
 
     @classmethod
     def from_url(cls, url: str | sa.URL, timeout_s: float = 10.0) -> Self:
-        """Return a store with an engine and a table (``Conversation``) of its own, both made at first use.
+        """Return a store with its own engine and table (``Conversation``), both created at first use.
 
-        ``sqlite:///path`` (its folder is made, and WAL is switched on) or ``postgresql://...`` (psycopg).
-        ``SettingsError`` for any other URL, or a driver that is not installed.
+        ``url`` is ``sqlite:///path`` (the folder is created and WAL switched on) or ``postgresql://...`` (psycopg).
+        Raises ``SettingsError`` for any other URL, or a driver that is not installed.
         """
-        return cls(_usable_url(url), create_rows=True, timeout_s=timeout_s)
+        return cls(supported_url(url), create_rows=True, timeout_s=timeout_s)
 
     async def prepare(self) -> None:
-        """Connect, and make what is missing (of the store's own: file, folder and table)."""
+        """Connect, and create what is missing of the store's own file, folder and table."""
         await self._run(lambda _: None)
 
     async def load(self, key: SessionKey) -> SessionRecord | None:
-        """Return what is stored of a session; ``None`` where nothing is.
+        """Return the record of a session, or ``None`` if there is none.
 
-        ``StateNotWritableError`` where something is there that cannot be understood: an ``agent_state`` that is no
-        object, or a record of a newer version. So a session is never silently taken for a new one.
+        Raises ``StateNotWritableError`` if what is stored cannot be understood: an ``agent_state`` that is not an
+        object, or a record of a newer version. A known session is therefore never mistaken for a new one.
         """
 
         def work(connection: sa.Connection) -> SessionRecord | None:
-            row = connection.execute(self._text(self._sql.load(key.user_id)), self._parameters(key)).one_or_none()
+            row = connection.execute(self._statement(self._sql.load(key.user_id)), self._parameters(key)).one_or_none()
             if row is None:
                 return None
-            fine, stored = row
-            if not fine:
-                self._refuse(connection, key.conversation_id, path(key.user_id))
+            is_readable, stored = row
+            if not is_readable:
+                self._raise_refusal(connection, key.conversation_id, leaf_path(key.user_id))
             return None if stored is None else SessionRecord.from_json(_parsed(stored))
 
         return await self._run(work, key.conversation_id)
 
     async def save(self, key: SessionKey, record: SessionRecord) -> None:
-        """Store ``record``; whatever else is in ``agent_state`` stays as it is, also unknown members of the session.
+        """Store ``record``. Everything else in ``agent_state`` is kept, unknown members of the session included.
 
-        With a first completed turn (``turns`` over 0) ``runtime`` becomes "hermes" where none is named.
+        If the session has completed a turn and no ``runtime`` is named yet, ``runtime`` becomes "hermes".
         """
-        ours = record.to_json()
+        members = record.to_json()
         claim = {"runtime": "hermes"} if record.turns > 0 else {}
-        fresh: Any = {name: value for name, value in ours.items() if value is not None}
-        for name in reversed(path(key.user_id)):
-            fresh = {name: fresh}
-        values = self._parameters(key) | {"ours": _dumped(ours), "claim": _dumped(claim)}
+        document: Any = {name: value for name, value in members.items() if value is not None}
+        for name in reversed(leaf_path(key.user_id)):
+            document = {name: document}
+        values = self._parameters(key) | {"members": _dumped(members), "claim": _dumped(claim)}
         sql = self._sql.save(key.user_id, create=self._create_rows)
-        await self._write(sql, values, claim | fresh, key.conversation_id, path(key.user_id))
+        await self._write(sql, values, claim | document, key.conversation_id, leaf_path(key.user_id))
 
     async def set_runtime(self, conversation_id: str, runtime: Literal["hermes", "jarvis"]) -> None:
-        """Say who answers this conversation: writes ``runtime`` and nothing else."""
+        """Choose which runtime answers this conversation. Writes ``runtime`` and nothing else."""
         claim = {"runtime": runtime}
         values = {"id": self._row_id(conversation_id), "claim": _dumped(claim)}
         sql = self._sql.set_runtime(create=self._create_rows)
         await self._write(sql, values, claim, conversation_id, ())
 
     async def records(self, limit: int = 1000) -> list[tuple[SessionKey, SessionRecord]]:
-        """Return the stored sessions, last used first, at most ``limit``. What cannot be understood is left out."""
+        """Return up to ``limit`` stored sessions, most recently used first. Unreadable ones are left out."""
 
         def work(connection: sa.Connection) -> list[tuple[SessionKey, SessionRecord]]:
             statement = sa.text(self._sql.records()).columns(
                 sa.column("id", self._id.type), sa.column("user_id"), sa.column("value"), sa.column("used")
             )
             found = []
-            for conversation_id, user_id, value, _ in connection.execute(statement, {"most": limit}):
+            for conversation_id, user_id, value, _ in connection.execute(statement, {"limit": limit}):
                 with contextlib.suppress(InvalidKeyError, ValueError):
                     record = SessionRecord.from_json(_parsed(value))
                     if record.schema <= SCHEMA:
@@ -212,13 +155,13 @@ class ConversationStore:
         return await self._run(work)
 
     async def close(self) -> None:
-        """Wait for what still runs, within ``timeout_s``, and close the store's own connections."""
+        """Wait up to ``timeout_s`` seconds for running operations, and close the store's own connections."""
         self._closed = True
         taken = 0
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeout_s):
-                    while taken < self._at_once:
+                    while taken < self._concurrency:
                         await self._slots.acquire()
                         taken += 1
             if self._own_url is not None and isinstance(self._engine, sa.Engine):
@@ -232,32 +175,38 @@ class ConversationStore:
     # --- one operation ---
 
     async def _write(
-        self, sql: str, values: dict[str, Any], fresh: dict[str, Any], conversation_id: str, keys: tuple[str, ...]
+        self, sql: str, values: dict[str, Any], document: dict[str, Any], conversation_id: str, keys: tuple[str, ...]
     ) -> None:
         if self._create_rows:
-            values["fresh"] = _dumped(fresh)
+            values["document"] = _dumped(document)
 
         def work(connection: sa.Connection) -> None:
-            if connection.execute(self._text(sql), values).rowcount == 0:
-                self._refuse(connection, conversation_id, keys)
+            if connection.execute(self._statement(sql), values).rowcount == 0:
+                self._raise_refusal(connection, conversation_id, keys)
 
         await self._run(work, conversation_id)
 
-    def _refuse(self, connection: sa.Connection, conversation_id: str, keys: tuple[str, ...]) -> NoReturn:
-        """Raise the error that names why the guard of a statement refused."""
-        row = connection.execute(self._text(self._sql.look()), {"id": self._row_id(conversation_id)}).one_or_none()
+    def _raise_refusal(self, connection: sa.Connection, conversation_id: str, keys: tuple[str, ...]) -> NoReturn:
+        """Raise the error that explains why the guard of a statement matched no row."""
+        statement = self._statement(self._sql.read_raw())
+        row = connection.execute(statement, {"id": self._row_id(conversation_id)}).one_or_none()
         if row is None:
             raise StateNotWritableError(
-                "there is no row for it: store the conversation before its first message",
+                "it has no row in the database: store the conversation before its first message",
                 conversation_id=conversation_id,
             )
-        reason = why_not_writable(row[0], keys)
+        reason = reason_not_writable(row[0], keys)
         if reason is None:
-            raise StoreError("its row was changed at this moment; try again", conversation_id=conversation_id)
+            raise StoreError(
+                "its row was changed elsewhere at the same moment: try again", conversation_id=conversation_id
+            )
         raise StateNotWritableError(reason, conversation_id=conversation_id)
 
     async def _run(self, work: Callable[[sa.Connection], T], conversation_id: str | None = None) -> T:
-        """Do ``work`` in one transaction, off the event loop's thread, in time, and with our own errors only."""
+        """Do ``work`` in one transaction, off the event loop's thread and within the time limit.
+
+        Translates every error of the database, its driver or SQLAlchemy into one of ours.
+        """
         if self._closed:
             raise StoreError("the store is closed", conversation_id=conversation_id)
         deadline = time.monotonic() + self._timeout_s
@@ -265,286 +214,177 @@ class ConversationStore:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.acquire()
                 if self._engine is None or isinstance(self._engine, sa.Engine):
-                    return await in_thread(lambda: self._with_sync_engine(work, deadline), self._slots.release)
+                    return await in_thread(lambda: self._run_in_thread(work, deadline), self._slots.release)
                 try:
                     async with self._engine.connect() as connection:
-                        return await connection.run_sync(_in_transaction, work, deadline)
+                        return await connection.run_sync(run_in_transaction, work, deadline)
                 finally:
                     self._slots.release()
         except TimeoutError as error:
-            raise self._too_late(conversation_id) from error
+            raise self._timed_out(conversation_id) from error
         except (SQLAlchemyError, OSError) as error:
             raise self._translated(error, conversation_id) from error
 
-    def _with_sync_engine(self, work: Callable[[sa.Connection], T], deadline: float) -> T:
-        """Do ``work``, in a thread."""
+    def _run_in_thread(self, work: Callable[[sa.Connection], T], deadline: float) -> T:
         engine = self._engine if isinstance(self._engine, sa.Engine) else self._own_engine(deadline)
         with engine.connect() as connection:
             try:
-                return _in_transaction(connection, work, deadline)
+                return run_in_transaction(connection, work, deadline)
             finally:
                 if self._closed and self._own_url is not None:
-                    connection.invalidate()  # the pool that it would go back to may be closed already
+                    connection.invalidate()  # the connection pool to which it would return may be closed already
 
     def _own_engine(self, deadline: float) -> sa.Engine:
-        if not self._making.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._making_engine.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         try:
             if self._engine is None and self._own_url is not None:
-                self._engine = _made_engine(self._own_url, self._timeout_s)
+                table: sa.Table = Conversation.__table__  # type: ignore[attr-defined]
+                self._engine = make_engine(self._own_url, table, self._timeout_s)
             return cast(sa.Engine, self._engine)
         finally:
-            self._making.release()
+            self._making_engine.release()
 
-    def _text(self, sql: str) -> Any:
-        text = self._texts.get(sql)
-        if text is None:
-            text = self._texts[sql] = sa.text(sql).bindparams(sa.bindparam("id", type_=self._id.type))
-        return text
+    def _statement(self, sql: str) -> Any:
+        statement = self._statements.get(sql)
+        if statement is None:
+            statement = self._statements[sql] = sa.text(sql).bindparams(sa.bindparam("id", type_=self._id.type))
+        return statement
 
     def _parameters(self, key: SessionKey) -> dict[str, Any]:
-        leaf = path(key.user_id)[-1]
+        leaf = leaf_path(key.user_id)[-1]
         return {"id": self._row_id(key.conversation_id), "leaf": leaf, "schema": SCHEMA}
 
     def _row_id(self, conversation_id: str) -> Any:
-        """Return the id as the column's type has it; Jarvis' ids may be UUIDs or numbers."""
+        """Return the id in the column's type: the ids of Jarvis may be numbers or UUIDs."""
         kind: Any = None
         with contextlib.suppress(NotImplementedError):
             kind = self._id.type.python_type
         if kind not in (int, uuid.UUID):
             return conversation_id
         with contextlib.suppress(ValueError):
-            if str(converted := kind(conversation_id)) == conversation_id:  # else two ids could mean one row
+            if str(converted := kind(conversation_id)) == conversation_id:  # otherwise two ids could mean one row
                 return converted
-        raise InvalidKeyError(f"no {kind.__name__}, as the ids of this table are", conversation_id=conversation_id)
+        raise InvalidKeyError(
+            f"the id is not a canonical {kind.__name__}, the type of this table's ids: pass the id of a row",
+            conversation_id=conversation_id,
+        )
 
     # --- errors ---
 
-    def _too_late(self, conversation_id: str | None) -> StoreError:
+    def _timed_out(self, conversation_id: str | None) -> StoreError:
         return StoreError(
-            f"the database did not answer within {self._timeout_s:g} s; is it up, and does a transaction of somebody "
-            "else hold a lock?",
+            f"the database did not answer within {self._timeout_s:g} s: check that it is up and that no other "
+            "transaction holds a lock",
             conversation_id=conversation_id,
         )
 
     def _translated(self, error: Exception, conversation_id: str | None) -> StoreError:
-        """Return our error for one of SQLAlchemy's or the driver's, whose words may quote the URL's password."""
+        """Return our error for one of SQLAlchemy's or the driver's. Hides the password, which theirs may quote."""
         cause = getattr(error, "orig", None) or error
         code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
         if code in ("22P02", "22P05"):
             return StateNotWritableError(
-                r"agent_state is not JSON, or holds \u0000 or half a surrogate pair, which PostgreSQL cannot process: "
-                "it is left as it is, and has to be mended before anything can be stored",
+                r"agent_state is not valid JSON, or contains \u0000 or an unpaired surrogate, which PostgreSQL cannot "
+                "process. It was left unchanged: repair it before the next message",
                 conversation_id=conversation_id,
             )
-        said = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0][:200]}"
+        detail = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0][:200]}"
         if self._password:
-            said = said.replace(self._password, "***")
+            detail = detail.replace(self._password, "***")
         if isinstance(error, IntegrityError):
             return StateNotWritableError(
-                f"its row is missing and cannot be made, since the table demands more ({said}): store the conversation "
-                "before its first message",
+                f"it has no row, and none can be created because the table requires more columns ({detail}): store the "
+                "conversation before its first message",
                 conversation_id=conversation_id,
             )
         if isinstance(error, PoolTimeoutError):
             return StoreError(
-                "no connection became free in time: give the engine a larger pool", conversation_id=conversation_id
+                "no database connection became free in time: give the engine a larger connection pool",
+                conversation_id=conversation_id,
             )
-        # 55P03 is lock_timeout, 57014 statement_timeout; SQLite has words only.
+        no_folder = isinstance(error, OSError) and error.filename is not None
+        if self._own_url is not None and (no_folder or "unable to open database file" in str(cause)):
+            return StoreError(
+                f"the database file {self._own_url.database} cannot be opened ({detail}): it must be a file, in a "
+                "folder that this user can write; name another one with database_url",
+                conversation_id=conversation_id,
+            )
+        # 55P03 is lock_timeout, 57014 statement_timeout. SQLite has only a message.
         if code in ("55P03", "57014") or (isinstance(error, DBAPIError) and "locked" in str(cause)):
-            return self._too_late(conversation_id)
+            return self._timed_out(conversation_id)
         return StoreError(
-            f"the database refused ({said}): check that it is up and has the table", conversation_id=conversation_id
+            f"the database cannot be used ({detail}): check that it is up and has the table",
+            conversation_id=conversation_id,
         )
 
 
-# --- engines --------------------------------------------------------------------------------------------------------
-
-
-def _check_dialect(name: str) -> None:
-    if name not in BY_DIALECT:
-        raise SettingsError(f"{name} is not supported as a store: use SQLite or PostgreSQL")
-
-
-def _usable_url(url: str | sa.URL) -> sa.URL:
-    try:
-        parsed = sa.make_url(url)
-    except (SQLAlchemyError, ValueError):
-        # Without the cause, which quotes the URL and so its password.
-        raise SettingsError(
-            "the database URL cannot be read; one looks like sqlite:////var/lib/jarvis/pool.db"
-        ) from None
-    if parsed.drivername == "postgres":
-        parsed = parsed.set(drivername="postgresql")
-    backend, _, driver = parsed.drivername.partition("+")
-    _check_dialect(backend)
-    if backend == "postgresql":
-        parsed = parsed.set(drivername=f"postgresql+{driver or 'psycopg'}")
-        driver = driver or "psycopg"
-        if driver not in ("psycopg", "psycopg2"):
-            raise SettingsError(f"{driver} in a URL: name psycopg, or pass an engine of yours to ConversationStore")
-        if importlib.util.find_spec(driver) is None:
-            raise SettingsError(f"PostgreSQL needs {driver}: pip install 'hermes-pool[postgresql]'")
-    elif driver not in ("", "pysqlite"):
-        raise SettingsError(f"{driver} in a URL: leave it out, or pass an engine of yours to ConversationStore")
-    elif parsed.database in (None, "", ":memory:"):
-        raise SettingsError(
-            "an SQLite database in memory forgets all sessions: name a file, as in sqlite:////path/pool.db"
-        )
-    return parsed
-
-
-def _made_engine(url: sa.URL, timeout_s: float) -> sa.Engine:
-    """Make the engine, and what is missing of file, folder and table."""
-    backend = url.get_backend_name()
-    if backend == "sqlite":
-        Path(str(url.database)).absolute().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        options: dict[str, Any] = {"timeout": timeout_s * _DATABASE_SHARE}
-    else:
-        options = {"connect_timeout": math.ceil(timeout_s)}
-        if "tcp_user_timeout" not in url.query:
-            options["tcp_user_timeout"] = int(timeout_s * 1000)  # else a peer that is gone is waited for for minutes
-    engine = sa.create_engine(
-        url,
-        connect_args=options,
-        pool_size=_AT_ONCE[backend],
-        max_overflow=0,
-        pool_timeout=timeout_s,
-        pool_pre_ping=backend != "sqlite",  # a file does not hang up
-    )
-    try:
-        if backend == "sqlite":
-            limit_ms = options["timeout"] * 1000
-            sa.event.listen(engine, "connect", lambda _, record: record.info.update({_LIMIT_MS: limit_ms}))
-            # Readers and the writer do not wait for each other then. It lasts, so who fails now need not care.
-            with contextlib.suppress(DBAPIError), engine.connect() as connection:
-                connection.exec_driver_sql("PRAGMA journal_mode=WAL")
-        create = CreateTable(Conversation.__table__, if_not_exists=True)  # type: ignore[attr-defined]
-        try:
-            with engine.begin() as connection:
-                connection.execute(create)
-        except (IntegrityError, ProgrammingError):
-            # On PostgreSQL two that create one table at once may both get past "if not exists"; it tells the later one
-            # that the name is taken, in one of its catalogues or the other.
-            with engine.begin() as connection:
-                connection.execute(create)
-    except BaseException:
-        engine.dispose()
-        raise
-    return engine
-
-
-def _in_transaction(connection: sa.Connection, work: Callable[[sa.Connection], T], deadline: float) -> T:
-    left_ms = int((deadline - time.monotonic()) * _DATABASE_SHARE * 1000)
-    if left_ms <= 0:
-        raise TimeoutError  # the caller has given up, and a write that comes this late could undo a newer one
-    with _limited(connection, left_ms):
-        result = work(connection)
-        connection.commit()
-        return result
-
-
-_NEARLY = 0.9
-_LIMIT_MS = "hermes_pool_limit_ms"
-"""Where a connection of the store's own engine (SQLite) keeps the time limit that it was made with."""
-
-
-@contextlib.contextmanager
-def _limited(connection: sa.Connection, limit_ms: int) -> Any:
-    """Make the database give up after ``limit_ms``, here and on no later use of the connection."""
-    if connection.dialect.name == "postgresql":
-        connection.execute(
-            sa.text("SELECT set_config('statement_timeout', :limit, true), set_config('lock_timeout', :limit, true)"),
-            {"limit": f"{limit_ms}ms"},
-        )
-        yield
-        return
-    if limit_ms >= _NEARLY * connection.info.get(_LIMIT_MS, math.inf):
-        yield  # it has about this limit from the start
-        return
-    before = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
-    connection.exec_driver_sql(f"PRAGMA busy_timeout={limit_ms}")
-    try:
-        yield
-    finally:
-        with contextlib.suppress(SQLAlchemyError):
-            connection.exec_driver_sql(f"PRAGMA busy_timeout={int(before)}")
+# --- columns and SQL --------------------------------------------------------------------------------------------------
 
 
 def _column_of(model: type[Any], name: str) -> sa.Column[Any]:
-    """Return the column of an attribute, or of that name."""
+    """Return the column behind an attribute of the model, or the column of that name."""
     try:
         mapper = sa.inspect(model)
     except NoInspectionAvailable:
-        raise SettingsError(f"{model!r} is no mapped class: give a SQLModel with table=True") from None
+        raise SettingsError(f"{model!r} is not a mapped class: pass a SQLModel class with table=True") from None
     for columns in (mapper.columns, mapper.local_table.c):
         if isinstance(found := columns.get(name), sa.Column):
             return found
-    raise SettingsError(f"{model.__name__} has no column {name!r}; it has {', '.join(mapper.columns.keys())}")
+    raise SettingsError(f"{model.__name__} has no column {name!r}; its columns are {', '.join(mapper.columns.keys())}")
 
 
 def _sql_for(dialect: sa.Dialect, id_column: sa.Column[Any], state_column: sa.Column[Any]) -> JsonSql:
     quote = dialect.identifier_preparer
     names = [quote.format_table(id_column.table), quote.format_column(id_column), quote.format_column(state_column)]
     if quote.quote("%") != '"%"':
-        names = [name.replace("%%", "%") for name in names]  # text() doubles them for the driver once more
-    return BY_DIALECT[dialect.name](*(name.replace(":", r"\:") for name in names))  # a colon begins a parameter
+        names = [name.replace("%%", "%") for name in names]  # text() doubles them again, for the driver
+    return BY_DIALECT[dialect.name](
+        *(name.replace(":", r"\:") for name in names)
+    )  # a bare colon would begin a parameter
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-_KINDS = {list: "list", str: "text", bool: "truth value", int: "number", float: "number"}
+_JSON_TYPES = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
 
-def why_not_writable(stored: str | bytes | None, keys: tuple[str, ...]) -> str | None:
-    """Say what keeps a column from taking an object at ``keys``; ``None`` if nothing does."""
+def reason_not_writable(stored: str | bytes | None, keys: tuple[str, ...]) -> str | None:
+    """Return why a column with this content cannot hold an object at ``keys``; ``None`` if it can."""
     try:
         value = _parsed(stored.decode() if isinstance(stored, bytes) else stored) if stored is not None else None
     except (ValueError, RecursionError):
-        return "agent_state is not JSON: it is left as it is, and has to be mended before anything can be stored"
+        return "agent_state is not valid JSON and was left unchanged: repair it before the next message"
     name = "agent_state"
     for key in (*keys, None):
         if value is not None and not isinstance(value, dict):
             return (
-                f"{name} is a {_KINDS[type(value)]} and no object: it is left as it is, and nothing can be stored there"
+                f"{name} is {_JSON_TYPES[type(value)]}, not an object, and was left unchanged: repair it before the "
+                "next message"
             )
         if key is not None:
             value = (value or {}).get(key)
             name = f"{name}.{key}"
     schema = (value or {}).get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
-        return f"{name} was written by a newer hermes-pool (schema {schema}; this one knows {SCHEMA}): update this one"
+        return (
+            f"{name} was written by a newer hermes-pool (schema {schema}, this one supports {SCHEMA}): upgrade "
+            "hermes-pool here"
+        )
     return None
 
 
 def _parsed(value: str) -> Any:
     def refuse(constant: str) -> NoReturn:
-        raise ValueError(constant)  # NaN and Infinity, which Python writes and no database reads
+        raise ValueError(constant)  # NaN and Infinity: Python writes them, but no database reads them
 
-    # A number of more digits than Python converts is no reason to call a document broken.
+    # A number with more digits than Python converts does not make a document invalid.
     return json.loads(
         value, parse_constant=refuse, parse_int=lambda digits: int(digits) if len(digits) < 1000 else None
     )
 
 
 def _dumped(value: dict[str, Any]) -> str:
-    # Whatever else a caller may put in (bytes, a date) is kept as its text, rather than losing the record over it.
+    # A value that JSON does not have (bytes, a date) is stored as text: better than losing the record over it.
     return json.dumps(value, allow_nan=False, default=str)
-
-
-def _storable(value: Any) -> Any:
-    if isinstance(value, str):
-        return "".join("\ufffd" if char == "\0" or "\ud800" <= char <= "\udfff" else char for char in value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _as_declared(declared: Any, value: Any) -> Any:
-    """Return ``value`` if it is of the type that a field is declared with, else ``None``."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value if isinstance(value, str) and declared not in (int, int | None, float | None) else None
-    if declared == float | None:
-        with contextlib.suppress(OverflowError):
-            return float(value) if math.isfinite(value) else None
-        return None
-    return value if declared in (int, int | None) and isinstance(value, int) else None

@@ -1,17 +1,18 @@
-"""Tells whether files have changed: by the time of their last change and their size."""
+"""Detects changes of files, by the time of their last change and their size."""
 
 import os
 from collections.abc import Sequence
 
-Stamps = tuple[tuple[int, int] | None, ...]
+FileStamps = tuple[tuple[int, int] | None, ...]
+"""For each file the time of its last change in nanoseconds and its size in bytes; ``None`` if it does not exist."""
 
 
-def stamps_of(paths: Sequence[str]) -> Stamps:
-    """Return what identifies the present content of each file; ``None`` for one that is not there."""
+def stamps_of(paths: Sequence[str]) -> FileStamps:
+    """Return the present stamps of files, in order. Two that are equal mean that nothing has changed."""
     found: list[tuple[int, int] | None] = []
     for path in paths:
         try:
-            status = os.stat(path)  # noqa: PTH116 - a few of these on the way of each start
+            status = os.stat(path)  # noqa: PTH116 - called several times in each start, where pathlib is slow
         except OSError:
             found.append(None)
         else:

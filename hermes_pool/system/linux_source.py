@@ -1,4 +1,4 @@
-"""Samples read from ``/proc``."""
+"""Reads processes from ``/proc``."""
 
 import os
 import time
@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 from hermes_pool.policy.liveness import ProcessState
 from hermes_pool.system.samples import Stat
+from hermes_pool_worker import procfs
+from hermes_pool_worker.procfs import BEGAN, PARENT, RSS_PAGES, STATE, SYSTEM_TICKS, THREADS, USER_TICKS
 
 
 class LinuxSource:
-    """Reads ``/proc``, a quarter of what psutil takes for it."""
+    """Reads ``/proc`` directly, four times as fast as psutil."""
 
     def __init__(self) -> None:
         self._ticks = os.sysconf("SC_CLK_TCK")
@@ -17,26 +19,24 @@ class LinuxSource:
 
     def pids(self) -> Iterable[int]:
         """See ``Source``."""
-        return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - half the time
+        return procfs.pids()
 
     def stat(self, pid: int) -> Stat | None:
         """See ``Source``. ``started`` is in ticks since boot."""
-        data = _file(f"/proc/{pid}/stat")
-        if not data:
+        fields = procfs.stat(pid, RSS_PAGES)
+        if fields is None:
             return None
-        # After the name, which is in parentheses and may hold anything.
-        fields = data[data.rindex(b")") + 2 :].split(None, 22)
         return Stat(
-            state=_STATES.get(fields[0], ProcessState.UNKNOWN),
-            parent=int(fields[1]),
-            started=int(fields[19]),
-            cpu_s=(int(fields[11]) + int(fields[12])) / self._ticks,
-            rss_bytes=int(fields[21]) * self._page_bytes,
-            threads=int(fields[17]),
+            state=_STATES.get(fields[STATE], ProcessState.UNKNOWN),
+            parent=int(fields[PARENT]),
+            started=int(fields[BEGAN]),
+            cpu_s=(int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])) / self._ticks,
+            rss_bytes=int(fields[RSS_PAGES]) * self._page_bytes,
+            threads=int(fields[THREADS]),
         )
 
     def clock_ns(self, pid: int) -> int | None:
-        """See ``Source``. The number of another process's CPU clock is made of its pid: ``clock_getcpuclockid``."""
+        """See ``Source``. The id of a process's CPU clock is computed from its pid, as in ``clock_getcpuclockid``."""
         try:
             return time.clock_gettime_ns(~pid << 3 | 2)
         except OSError:
@@ -47,33 +47,20 @@ class LinuxSource:
         return stat.started / self._ticks + boot_time_s
 
     def io_bytes(self, pid: int) -> int | None:
-        """See ``Source``: what was asked for (rchar, wchar), and what was fetched from a disk for mapped memory."""
-        data = _file(f"/proc/{pid}/io")
-        if not data:
+        """See ``Source``: bytes requested (rchar, wchar) and bytes fetched from disk for mapped memory (read_bytes)."""
+        data = procfs.read_small(f"/proc/{pid}/io")
+        if data is None:
             return None
         fields = data.split(None, 10)
         return int(fields[1]) + int(fields[3]) + int(fields[9])
 
     def unique_bytes(self, pid: int) -> int | None:
-        """See ``Source``: PSS, and what of it is swapped out."""
-        data = _file(f"/proc/{pid}/smaps_rollup")
-        if not data:
+        """See ``Source``: PSS plus its swapped-out part."""
+        data = procfs.read_small(f"/proc/{pid}/smaps_rollup")
+        if data is None:
             return None
         lines = data.splitlines()
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith((b"Pss:", b"SwapPss:")))
-
-
-def _file(path: str) -> bytes | None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return os.read(descriptor, 4096)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 _STATES = {

@@ -1,10 +1,10 @@
-"""What the operating system says of processes, and the last resort of ending them.
+"""Inspects the processes of the operating system, and kills them as a last resort.
 
-Processes come and go between any two system calls, may be zombies, and may belong to somebody else: nothing here
-raises for that. What cannot be read is ``None`` or ``unknown``, and what is ``unknown`` is never signalled.
+A process may come or go between any two system calls, be a zombie, or belong to another user. Nothing here raises for
+that: what cannot be read is ``None`` or ``unknown``, and an ``unknown`` process is never signalled.
 
-A pid alone names nobody, since the system hands it out again: identity is ``(pid, create_time)``. All functions block
-for milliseconds up to the bounds named, and are meant for a worker thread.
+The system reuses pids, so a pid alone identifies nothing: identity is ``(pid, create_time)``. Functions block, for
+milliseconds or up to the stated limit, and are meant to run in a thread.
 """
 
 import os
@@ -21,87 +21,84 @@ from typing import Final, Literal
 
 import psutil
 
-MARKER_VARIABLE: Final = "HERMES_POOL_WORKER"
-"""The environment variable that every worker carries and its tools inherit; its value tells whose they are."""
-
-STACKS_SIGNAL: Final = getattr(signal, "SIGUSR2", None)
-"""Asks a worker for the Python stacks of all its threads, on its stderr; ``None`` where there is no such signal."""
+from hermes_pool_worker import procfs
+from hermes_pool_worker.contract import MARKER_VARIABLE, marker_start
 
 CREATE_TIME_TOLERANCE_S: Final = 1.5
-"""How far two readings of one process' create time may lie apart. Linux derives it from a boot time that is told in
-whole seconds, and so may jump by one while the clock is being adjusted."""
+"""How far two readings of the create time of one process may differ. Linux derives it from a boot time in whole
+seconds, which may jump by one while the clock is being adjusted."""
 
 KILL_WAIT_S: Final = 2.0
-"""How long ``kill`` waits for its processes to be gone. Only one that sits in an uninterruptible system call stays."""
+"""How long ``kill`` waits for processes to end. Only one in an uninterruptible system call takes longer."""
 CREATE_TIME_STEPS_S: Final = 0.02
-"""By how much the time between two processes' begins may be told too small."""
+"""By how much the difference of two create times may be too small, since they are counted in ticks."""
 
 _FROZEN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 class IdentityCheck(StrEnum):
-    """Who a ``(pid, create_time)`` is now."""
+    """What a ``(pid, create_time)`` refers to now."""
 
     CURRENT = "current"
-    """The same process, and it lives."""
+    """The same process, and it is alive."""
     REPLACED = "replaced"
-    """The pid belongs to another process by now."""
+    """The pid belongs to another process now."""
     GONE = "gone"
-    """There is no such process, or it is a zombie: dead, and only not collected yet."""
+    """There is no such process, or it is a zombie: dead, but not reaped yet."""
     UNKNOWN = "unknown"
-    """The system does not tell. Never signal such a one."""
+    """The system does not say. Never signal such a process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """One process and its descendants at one moment."""
+class TreeInfo:
+    """A process and its descendants at one moment."""
 
     health: Literal["alive", "frozen", "dead", "unknown"]
-    """``frozen`` is stopped by a signal or a debugger; ``dead`` includes a zombie and a pid that is another's now."""
+    """``frozen``: stopped by a signal or a debugger. ``dead`` includes zombies and pids that were reused."""
     rss_bytes: int | None = None
-    """Resident memory of the whole tree; ``None`` when a part of it cannot be read."""
+    """Resident memory of the entire tree; ``None`` if a part of it cannot be read."""
     cpu_s: float | None = None
-    """CPU time, user and system, that the whole living tree has used so far; ``None`` as above."""
+    """CPU time, user and system, used so far by the processes that are alive; ``None`` as above."""
     descendants: int = 0
-    """How many living descendants there are."""
+    """Number of living descendants."""
 
 
-_DEAD = Look("dead")
-_UNKNOWN = Look("unknown")
+_DEAD = TreeInfo("dead")
+_UNKNOWN = TreeInfo("unknown")
 
 
 def identify(pid: int, create_time: float) -> IdentityCheck:
-    """Say whether ``pid`` still is the process that was created at ``create_time`` (seconds since the epoch)."""
+    """Check whether ``pid`` is still the process that was created at ``create_time`` (seconds since the epoch)."""
     return _find(pid, create_time)[0]
 
 
-def look(pid: int, create_time: float) -> Look:
+def inspect_tree(pid: int, create_time: float) -> TreeInfo:
     """Return the health, memory and CPU time of a process and its descendants."""
-    return look_all([(pid, create_time)])[0]
+    return inspect_trees([(pid, create_time)])[0]
 
 
-def look_all(identities: Sequence[tuple[int, float]]) -> list[Look]:
-    """Return a ``Look`` for each ``(pid, create_time)``, in order, from one pass over the process table."""
+def inspect_trees(identities: Sequence[tuple[int, float]]) -> list[TreeInfo]:
+    """Return a ``TreeInfo`` for each ``(pid, create_time)``, in order, from one pass over the process table."""
     if not identities:
         return []
-    children = _children()
-    return [_look(pid, create_time, children) for pid, create_time in identities]
+    children = _children_by_pid()
+    return [_inspect(pid, create_time, children) for pid, create_time in identities]
 
 
 def descendants(pid: int, create_time: float) -> list[psutil.Process]:
-    """Return the living descendants of a process, nearest first; none when the process itself is gone.
+    """Return the living descendants of a process, nearest first; none if the process itself is gone.
 
-    The children of a dead process are no longer below it: ``marked`` finds those.
+    The children of a dead process get another parent; use ``find_by_marker`` to find those.
     """
     identity, process = _find(pid, create_time)
-    if identity is not IdentityCheck.CURRENT or process is None or _childless(pid):
+    if identity is not IdentityCheck.CURRENT or process is None or _has_no_children(pid):
         return []
-    return _below(process, _children())
+    return _descendants(process, _children_by_pid())
 
 
-def children_known(pid: int) -> frozenset[int]:
-    """Return the pids of the children of a process; on Linux only, where that takes 0.1 ms. None elsewhere."""
+def child_pids(pid: int) -> frozenset[int]:
+    """Return the pids of the children of a process. Takes 0.1 ms on Linux; returns none elsewhere."""
     if sys.platform != "linux":
         return frozenset()
     found: set[int] = set()
@@ -109,37 +106,37 @@ def children_known(pid: int) -> frozenset[int]:
         for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - on the path of every start, where pathlib is slow
             with open(f"/proc/{pid}/task/{task}/children", "rb") as file:  # noqa: PTH123 - as above
                 found.update(map(int, file.read().split()))
-    except OSError:  # it has ended, or the kernel does not tell
+    except OSError:  # it has ended, or the kernel does not provide the list
         pass
     return frozenset(found)
 
 
-def begun_later(pid: int, create_time: float, after_s: float, known: frozenset[int]) -> tuple[str, ...]:
-    """Return the names of the living descendants of a process that began ``after_s`` seconds after itself, or later.
+def descendants_started_after(pid: int, create_time: float, after_s: float, known: frozenset[int]) -> tuple[str, ...]:
+    """Return the names of the living descendants that started at least ``after_s`` seconds after the process itself.
 
-    Its children in ``known``, and what is below those, are left out. All times are read in one go, since they may jump
-    together; they are told in steps of some 10 ms.
+    Leaves out the children in ``known`` and their descendants. All times are read in one pass, since a clock adjustment
+    moves them together; their resolution is some 10 ms.
     """
     identity, process = _find(pid, create_time)
-    if identity is not IdentityCheck.CURRENT or process is None or _childless(pid):
+    if identity is not IdentityCheck.CURRENT or process is None or _has_no_children(pid):
         return ()
-    children = _children()
+    children = _children_by_pid()
     children[pid] = [child for child in children.get(pid, ()) if child not in known]
     names = []
     with suppress(psutil.Error):
         from_s = process.create_time() + after_s - CREATE_TIME_STEPS_S
-        for each in _below(process, children):
+        for each in _descendants(process, children):
             with suppress(psutil.Error):
                 if each.create_time() >= from_s:
                     names.append(each.name())
     return tuple(names)
 
 
-def marked(marker: str) -> list[psutil.Process]:
+def find_by_marker(marker: str) -> list[psutil.Process]:
     """Return the living processes that were started with ``HERMES_POOL_WORKER=<marker>`` in their environment.
 
-    It is the environment a program was *executed* with: a process that was only forked shows its parent's. Processes
-    whose environment may not be read are left out.
+    The system shows the environment that a program was *executed* with; a process that was only forked shows its
+    parent's. Leaves out processes whose environment cannot be read.
     """
     entry = os.fsencode(f"{MARKER_VARIABLE}={marker}")
     found = []
@@ -150,38 +147,35 @@ def marked(marker: str) -> list[psutil.Process]:
     return found
 
 
-def of_pool(pool: str) -> list[psutil.Process]:
-    """Return the living processes that carry any marker of a pool (``<pool>-...``), and what is below those."""
-    beginning = os.fsencode(f"{MARKER_VARIABLE}={pool}-")
-    children = _children()
+def find_by_pool(pool: str) -> list[psutil.Process]:
+    """Return the living processes that carry any marker of a pool (``<pool>-...``), and their descendants."""
+    prefix = os.fsencode(f"{MARKER_VARIABLE}={marker_start(pool)}")
+    children = _children_by_pid()
     found: dict[int, psutil.Process] = {}
     for pid in psutil.pids():
-        if any(entry.startswith(beginning) for entry in _environment(pid)):
+        if any(entry.startswith(prefix) for entry in _environment(pid)):
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
                 if process.status() not in _GONE:
-                    found |= {each.pid: each for each in (process, *_below(process, children))}
+                    found |= {each.pid: each for each in (process, *_descendants(process, children))}
     return list(found.values())
 
 
-def own_tree(pid: int) -> set[int]:
-    """Return the pids of a process, of all that it descends from, and of all that descends from it."""
+def relatives(pid: int) -> set[int]:
+    """Return the pids of a process, its ancestors and its living descendants."""
     found = {pid}
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         found |= {each.pid for each in process.parents()}
-        found |= {each.pid for each in _below(process, _children())}
+        found |= {each.pid for each in _descendants(process, _children_by_pid())}
     return found
 
 
 def is_frozen(pid: int) -> bool:
-    """Say whether a process is stopped by a signal or a debugger. Quick (20 us), and meant for a child that lives."""
+    """Return whether a process is stopped by a signal or a debugger. Takes 20 us; does not check the identity."""
     if sys.platform == "linux":
-        try:
-            line = Path(f"/proc/{pid}/stat").read_bytes()
-        except OSError:
-            return False
-        return line[line.rindex(b")") + 2 :][:1] in b"Tt"
+        fields = procfs.stat(pid, procfs.STATE)
+        return fields is not None and fields[procfs.STATE] in b"Tt"
     try:
         return psutil.Process(pid).status() in _FROZEN
     except (psutil.Error, OSError):
@@ -189,7 +183,7 @@ def is_frozen(pid: int) -> bool:
 
 
 def create_time(pid: int) -> float | None:
-    """Return when a process was created, in seconds since the epoch."""
+    """Return when a process was created, in seconds since the epoch, or ``None`` if it is gone or unknown."""
     try:
         return psutil.Process(pid).create_time()
     except (psutil.Error, OSError):
@@ -197,26 +191,26 @@ def create_time(pid: int) -> float | None:
 
 
 def kill(processes: Iterable[psutil.Process], wait_s: float = KILL_WAIT_S) -> list[int]:
-    """Send SIGKILL to each that still is the same process; return the pids of those that are gone through it.
+    """Send SIGKILL to each process that is still the same one; return the pids of those that ended.
 
-    Waits at most ``wait_s`` seconds in all. Never signals this process, pid 1 or a process group. Collects nobody's
-    exit status: that is left to whoever started the process.
+    Waits at most ``wait_s`` seconds in total. Never signals this process, pid 1 or a process group. Reaps nothing: the
+    exit status is left to the parent.
     """
     dying = []
     for process in processes:
         if process.pid <= 1 or process.pid == os.getpid():
             continue
         pidfd = _pidfd(process.pid)
-        if _still(process) and _signal(process, pidfd):
+        if _is_alive(process) and _signal(process, pidfd):
             dying.append((process, pidfd))
         elif pidfd is not None:
             os.close(pidfd)
     deadline = time.monotonic() + wait_s
-    return [process.pid for process, pidfd in dying if _ended(process, pidfd, deadline)]
+    return [process.pid for process, pidfd in dying if _wait_until_dead(process, pidfd, deadline)]
 
 
 def catches(pid: int, number: int) -> bool:
-    """Say whether a process has a handler for a signal, which else would end it. ``False`` where that is not told."""
+    """Return whether a process has a handler for a signal. ``False`` if the system does not say."""
     if sys.platform != "linux":
         return False
     try:
@@ -227,7 +221,13 @@ def catches(pid: int, number: int) -> bool:
     return bool(mask >> (number - 1) & 1)
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------
+def memory_available() -> float:
+    """Return the share of the machine's memory that is available without swapping, from 0 to 1."""
+    memory = psutil.virtual_memory()
+    return float(memory.available / memory.total)
+
+
+# --- inspecting -------------------------------------------------------------------------------------------------------
 
 
 def _find(pid: int, create_time: float) -> tuple[IdentityCheck, psutil.Process | None]:
@@ -239,14 +239,14 @@ def _find(pid: int, create_time: float) -> tuple[IdentityCheck, psutil.Process |
             return IdentityCheck.REPLACED, None
         if process.status() in _GONE:
             return IdentityCheck.GONE, None
-    except psutil.NoSuchProcess:  # and ZombieProcess, which is one of it
+    except psutil.NoSuchProcess:  # including its subclass ZombieProcess
         return IdentityCheck.GONE, None
     except (psutil.Error, OSError):
         return IdentityCheck.UNKNOWN, None
     return IdentityCheck.CURRENT, process
 
 
-def _look(pid: int, create_time: float, children: dict[int, list[int]]) -> Look:
+def _inspect(pid: int, create_time: float, children: dict[int, list[int]]) -> TreeInfo:
     identity, process = _find(pid, create_time)
     if identity is IdentityCheck.UNKNOWN:
         return _UNKNOWN
@@ -260,13 +260,13 @@ def _look(pid: int, create_time: float, children: dict[int, list[int]]) -> Look:
         return _UNKNOWN
     if status in _GONE:
         return _DEAD
-    below = _below(process, children)
-    rss_bytes, cpu_s = _used([process, *below])
-    return Look("frozen" if status in _FROZEN else "alive", rss_bytes, cpu_s, len(below))
+    below = _descendants(process, children)
+    rss_bytes, cpu_s = _usage([process, *below])
+    return TreeInfo("frozen" if status in _FROZEN else "alive", rss_bytes, cpu_s, len(below))
 
 
-def _used(tree: list[psutil.Process]) -> tuple[int | None, float | None]:
-    """Add up memory and CPU time. Who has vanished uses nothing; who may not be read makes the sum unknown."""
+def _usage(tree: list[psutil.Process]) -> tuple[int | None, float | None]:
+    """Add up memory and CPU time. A process that is gone adds nothing; an unreadable one makes the sum ``None``."""
     rss_bytes: int | None = 0
     cpu_s: float | None = 0.0
     for process in tree:
@@ -286,8 +286,8 @@ def _used(tree: list[psutil.Process]) -> tuple[int | None, float | None]:
     return rss_bytes, cpu_s
 
 
-def _below(root: psutil.Process, children: dict[int, list[int]]) -> list[psutil.Process]:
-    """Return the living descendants of ``root`` by a map that may be some milliseconds old."""
+def _descendants(root: psutil.Process, children: dict[int, list[int]]) -> list[psutil.Process]:
+    """Return the living descendants of ``root``. The map of children may be some milliseconds old."""
     found: list[psutil.Process] = []
     seen = {root.pid}
     parents = [root]
@@ -299,7 +299,7 @@ def _below(root: psutil.Process, children: dict[int, list[int]]) -> list[psutil.
             seen.add(pid)
             with suppress(psutil.Error, OSError):
                 child = psutil.Process(pid)
-                # A child is never older than its parent: if it is, one of the two pids has changed hands.
+                # A child is never older than its parent; if it seems to be, one of the two pids was reused.
                 if child.create_time() < parent.create_time() - CREATE_TIME_TOLERANCE_S or child.status() in _GONE:
                     continue
                 found.append(child)
@@ -307,8 +307,8 @@ def _below(root: psutil.Process, children: dict[int, list[int]]) -> list[psutil.
     return found
 
 
-def _children() -> dict[int, list[int]]:
-    """Return the pids of the children of every process, from one pass over the process table."""
+def _children_by_pid() -> dict[int, list[int]]:
+    """Return the pids of each process's children, from one pass over the process table."""
     children: dict[int, list[int]] = {}
     for pid in psutil.pids():
         parent = _parent(pid)
@@ -317,25 +317,22 @@ def _children() -> dict[int, list[int]]:
     return children
 
 
-def _childless(pid: int) -> bool:
-    """Whether a process surely has no child; 0.1 ms, where a pass over the process table takes several."""
+def _has_no_children(pid: int) -> bool:
+    """Return whether a process certainly has no child. Takes 0.1 ms; a pass over the process table takes several."""
     if sys.platform != "linux":
         return False
     try:
-        # A thread that ends meanwhile hands its children to another one, and makes this raise.
+        # A thread that ends meanwhile passes its children to another thread, and makes this raise.
         return not any((task / "children").read_bytes() for task in Path(f"/proc/{pid}/task").iterdir())
-    except OSError:  # also where the kernel does not tell
+    except OSError:  # including a kernel that does not provide the list
         return False
 
 
 def _parent(pid: int) -> int | None:
     if sys.platform == "linux":
-        # A quarter of what psutil takes, which reads the same line but makes an object of it.
-        try:
-            line = Path(f"/proc/{pid}/stat").read_bytes()
-            return int(line[line.rindex(b")") + 2 :].split(maxsplit=2)[1])
-        except (OSError, ValueError, IndexError):
-            return None
+        # Four times as fast as psutil, which reads the same line but builds an object from it.
+        fields = procfs.stat(pid, procfs.PARENT)
+        return None if fields is None else int(fields[procfs.PARENT])
     try:
         return psutil.Process(pid).ppid()
     except (psutil.Error, OSError):
@@ -344,10 +341,7 @@ def _parent(pid: int) -> int | None:
 
 def _environment(pid: int) -> list[bytes]:
     if sys.platform == "linux":
-        try:
-            return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            return []
+        return procfs.environment(pid)
     try:
         return [os.fsencode(f"{name}={value}") for name, value in psutil.Process(pid).environ().items()]
     except (psutil.Error, OSError):
@@ -358,15 +352,15 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _pidfd(pid: int) -> int | None:
-    """Return a descriptor of the process: what is checked after it is opened cannot change hands before the signal."""
+    """Return a pidfd, or ``None``. What is checked after it is opened still holds when the signal is sent."""
     if sys.platform == "linux":
         with suppress(OSError):
             return os.pidfd_open(pid)
     return None
 
 
-def _still(process: psutil.Process) -> bool:
-    """Say whether the pid still is this process, and it lives."""
+def _is_alive(process: psutil.Process) -> bool:
+    """Return whether the pid still belongs to this process, and it is alive."""
     try:
         return process.is_running() and process.status() not in _GONE
     except (psutil.Error, OSError):
@@ -384,8 +378,8 @@ def _signal(process: psutil.Process, pidfd: int | None) -> bool:
     return True
 
 
-def _ended(process: psutil.Process, pidfd: int | None, deadline: float) -> bool:
-    """Wait until it is dead. ``psutil.wait_procs`` would take a child's exit status away from whoever awaits it."""
+def _wait_until_dead(process: psutil.Process, pidfd: int | None, deadline: float) -> bool:
+    """Wait until it is dead; return whether it is. ``psutil.wait_procs`` would reap a child and so take its status."""
     if pidfd is not None:
         try:
             poll = select.poll()
@@ -393,14 +387,8 @@ def _ended(process: psutil.Process, pidfd: int | None, deadline: float) -> bool:
             return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
         finally:
             os.close(pidfd)
-    while alive := _still(process):
+    while alive := _is_alive(process):
         if time.monotonic() >= deadline:
             break
         time.sleep(0.01)
     return not alive
-
-
-def memory_available() -> float:
-    """Return the share of the machine's memory that can be had without swapping, from 0 to 1."""
-    memory = psutil.virtual_memory()
-    return float(memory.available / memory.total)

@@ -1,4 +1,4 @@
-"""Samples taken by psutil, on every platform that it knows."""
+"""Reads processes with psutil, on every platform that it supports."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from hermes_pool.system.samples import Stat
 
 
 class PsutilSource:
-    """Asks psutil. It tells less of the processes of others, and no I/O: that is not to be had on every platform."""
+    """Uses psutil. It cannot read all processes of other users; I/O is left out, since some platforms lack it."""
 
     def pids(self) -> Iterable[int]:
         """See ``Source``."""
@@ -32,7 +32,7 @@ class PsutilSource:
             return None
 
     def clock_ns(self, pid: int) -> int | None:
-        """See ``Source``: there is none."""
+        """See ``Source``: not available."""
         return None
 
     def create_time(self, stat: Stat, boot_time_s: float) -> float:
@@ -40,11 +40,11 @@ class PsutilSource:
         return stat.started
 
     def io_bytes(self, pid: int) -> int | None:
-        """See ``Source``: not known."""
+        """See ``Source``: not available."""
         return None
 
     def unique_bytes(self, pid: int) -> int | None:
-        """See ``Source``: what only this process has (USS)."""
+        """See ``Source``: the memory that belongs to this process alone (USS)."""
         try:
             memory: Any = psutil.Process(pid).memory_full_info()
             return int(memory.uss)

@@ -1,4 +1,4 @@
-"""What one look at a process tells, and the interface of those who look."""
+"""What the sampler reads of a process, and the interface of the sources that it reads from."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -8,18 +8,19 @@ from hermes_pool.policy.liveness import ProcessState
 
 
 class Attention(StrEnum):
-    """How closely a worker is looked at."""
+    """How much of a worker is sampled."""
 
     PASSING = "passing"
-    """For one without a turn."""
+    """For a worker without a turn: little is read."""
     CLOSE = "close"
-    """For one with a turn: everything is read, the I/O too, so that it can be judged."""
+    """For a worker with a turn: everything is read, including I/O, so that it can be diagnosed."""
 
 
 class Stat(NamedTuple):
-    """What one read tells of a process. ``started`` names it for good: no change of the system's time changes it.
+    """The state of a process in one read.
 
-    A tuple, since there are many: a frozen dataclass takes three times as long to make.
+    ``started`` is its start time in a unit of the source's own; it never changes, so it identifies the process together
+    with the pid. A named tuple, because a frozen dataclass takes three times as long to create, and there are many.
     """
 
     state: ProcessState
@@ -31,22 +32,22 @@ class Stat(NamedTuple):
 
 
 class Source(Protocol):
-    """Where it is read: one process at a time, ``None`` where there is none or it does not tell."""
+    """Reads processes from the system, one at a time. ``None``: the process is gone, or the system does not say."""
 
     def pids(self) -> Iterable[int]:
         """Return the pids of all processes."""
 
     def stat(self, pid: int) -> Stat | None:
-        """Return what can be had cheaply."""
+        """Return everything that is cheap to read."""
 
     def clock_ns(self, pid: int) -> int | None:
-        """Return the CPU time of a process in nanoseconds, if that is much cheaper than ``stat``."""
+        """Return the CPU time of a process in nanoseconds, or ``None`` if that is not much cheaper than ``stat``."""
 
     def create_time(self, stat: Stat, boot_time_s: float) -> float:
-        """Return when a process began, in seconds since the epoch, as psutil tells it."""
+        """Return the create time of a process in seconds since the epoch, equal to psutil's."""
 
     def io_bytes(self, pid: int) -> int | None:
         """Return how many bytes a process has read and written so far."""
 
     def unique_bytes(self, pid: int) -> int | None:
-        """Return the memory of a process, shared pages by its share of them; takes milliseconds."""
+        """Return the memory of a process, counting its share of each shared page. Takes milliseconds."""

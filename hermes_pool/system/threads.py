@@ -1,4 +1,4 @@
-"""Runs what blocks in a thread of its own."""
+"""Runs blocking functions in daemon threads."""
 
 import asyncio
 import contextlib
@@ -10,38 +10,41 @@ from typing import TypeVar
 T = TypeVar("T")
 
 KEPT_S = 1.0
-"""How long a thread waits for further work before it ends: to start one takes 0.1 ms, and much more in a busy process,
-since whoever starts it waits for the interpreter's lock until it runs."""
+"""How long a thread waits for more work before it ends. Starting a thread takes 0.1 ms, and much longer in a busy
+process, since the caller waits until the new thread has got the GIL."""
 
 
 class NoThreadError(OSError):
-    """The system has no thread left to give."""
+    """The system cannot start another thread."""
 
 
 async def in_thread(work: Callable[[], T], done: Callable[[], None] = lambda: None) -> T:
-    """Return what ``work`` returns, and call ``done`` on the loop when it has really ended.
+    """Run ``work`` in a thread and return what it returns.
 
-    Daemon threads, and none of an executor: the interpreter waits for those at its end, for ever if a database hangs,
-    and the host's own work cannot keep ours waiting. ``NoThreadError``, an ``OSError``, where none can be started.
+    ``done`` is called on the event loop when ``work`` has really ended, even if the caller was cancelled before. Raises
+    what ``work`` raises, and ``NoThreadError`` if no thread can be started.
+
+    An executor is no good here: the interpreter waits for its threads at exit, for ever if a database hangs, and the
+    host's own tasks could delay ours.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def finish(outcome: Callable[[], None]) -> None:
         done()
-        if not future.done():  # the caller may have given up
+        if not future.done():  # the caller may have been cancelled
             outcome()
 
     def run() -> None:
         outcome: Callable[[], None]
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is awaited
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
             caught = error
             outcome = lambda: future.set_exception(caught)  # noqa: E731
         else:
             outcome = lambda: future.set_result(result)  # noqa: E731
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing awaits the result
             loop.call_soon_threadsafe(finish, outcome)
 
     try:
@@ -53,9 +56,9 @@ async def in_thread(work: Callable[[], T], done: Callable[[], None] = lambda: No
 
 
 async def in_thread_or_here(work: Callable[[], T]) -> T:
-    """Return what ``work`` returns, also where no thread can be started: then it blocks the event loop for as long.
+    """Run ``work`` in a thread, or on the event loop if no thread can be started; return what it returns.
 
-    For what takes milliseconds and must be done all the same: to end processes where there are too many of them.
+    For work that takes milliseconds and must be done in any case, such as ending processes when there are too many.
     """
     try:
         return await in_thread(work)
@@ -64,13 +67,14 @@ async def in_thread_or_here(work: Callable[[], T]) -> T:
 
 
 _Inbox = queue.SimpleQueue[Callable[[], None]]
-_resting: list[_Inbox] = []
-"""The inboxes of the threads that wait for work, the latest last. Each is in here once, and taken out by one side."""
+_idle_threads: list[_Inbox] = []
+"""The inboxes of threads that wait for work, the latest last. The side that removes an inbox owns it: a caller puts
+work in, and the thread itself ends."""
 
 
 def _hand_over(run: Callable[[], None]) -> None:
     try:
-        _resting.pop().put(run)
+        _idle_threads.pop().put(run)
     except IndexError:
         threading.Thread(target=_work, args=(run, queue.SimpleQueue()), name="hermes-pool", daemon=True).start()
 
@@ -78,14 +82,14 @@ def _hand_over(run: Callable[[], None]) -> None:
 def _work(run: Callable[[], None], inbox: _Inbox) -> None:
     while True:
         run()
-        del run  # it may hold much
-        _resting.append(inbox)
+        del run  # it may hold large objects
+        _idle_threads.append(inbox)
         try:
             run = inbox.get(timeout=KEPT_S)
         except queue.Empty:
             try:
-                _resting.remove(inbox)
-            except ValueError:  # somebody has taken it at this moment, and is about to put work in
+                _idle_threads.remove(inbox)
+            except ValueError:  # a caller has just removed it, and is about to put work in
                 run = inbox.get()
             else:
                 return

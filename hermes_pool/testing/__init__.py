@@ -1,1 +1,1 @@
-"""For tests of programs that use the pool."""
+"""Helpers for testing programs that use the pool."""

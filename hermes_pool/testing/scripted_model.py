@@ -1,8 +1,8 @@
 """A scripted stand-in for a language model: an OpenAI-compatible chat-completions server on loopback.
 
-It lets the real Hermes run without a provider, a key or the network: in tests, in the demo, on a first try. It thinks
-nothing; it says so in each reply, in its model id (``scripted``) and in its ``Server`` header. What it does is decided
-by the text of the last user message alone, wherever in it the words stand:
+It lets the real Hermes run without a provider, a key or the network: in tests, in the demo, on a first try. It is not a
+language model, and says so in each reply, in its model id (``scripted``) and in its ``Server`` header. Only the text of
+the last user message decides what it does. The words below may stand anywhere in it:
 
 ======================== ==============================================================================================
 in the last user message what the server does
@@ -11,21 +11,21 @@ in the last user message what the server does
 what did I say first     quotes the first user message of the request
 how many messages        counts the user messages of the request
 what is my name          the name of the latest earlier ``my name is X`` or ``I am X``
-``[tool COMMAND]``       calls Hermes' terminal tool with COMMAND; when the result comes back, quotes it
-``[call NAME {JSON}]``   the same with any tool and any arguments
+``[tool COMMAND]``       calls Hermes' terminal tool with COMMAND, and quotes the result when it comes back
+``[call NAME {JSON}]``   the same for any tool, with any arguments
 ``[slow N]``             streams N further pieces, ``SLOW_PIECE_S`` seconds apart
-``[reason]``             thinks aloud (reasoning deltas) before it replies
-``[surrogate]``          replies with half a surrogate pair, as some models do
-``[empty]``              replies with nothing
+``[reason]``             streams reasoning deltas before it replies
+``[surrogate]``          replies with an unpaired surrogate, as some models do
+``[empty]``              sends an empty reply
 ``[stall]``              streams the beginning of a reply, then hangs
-``[hang]``               never answers; ends when the client leaves or the server closes
+``[hang]``               never answers, until the client leaves or the server closes
 ``[error CODE]``         answers with that HTTP status
 ======================== ==============================================================================================
 
-Several may stand together: tools go first, one per request in their order, and the rest applies to what follows the
-last tool's result. Replies are computed from the messages of the request, so that they prove what was in context.
+They can be combined: tools come first, one per request and in order; the rest applies to the reply after the last
+tool's result. Replies are computed from the messages of the request, so they prove what was in context.
 
-``python -m hermes_pool.testing.scripted_model [--port N]`` runs it alone and prints its URL.
+``python -m hermes_pool.testing.scripted_model [--port N]`` runs the server alone and prints its URL.
 """
 
 import argparse
@@ -46,7 +46,7 @@ __all__ = ["CONTEXT_TOKENS", "MODEL_ID", "SLOW_PIECE_S", "ScriptedModel", "reply
 
 MODEL_ID: Final = "scripted"
 CONTEXT_TOKENS: Final = 131_072
-"""The context window that the server claims. Hermes refuses models with less than 64K."""
+"""The context window that the server reports. Hermes refuses models with less than 64K."""
 SLOW_PIECE_S: Final = 0.05
 """Seconds between the pieces of ``[slow N]``."""
 
@@ -59,47 +59,47 @@ _NAME = re.compile(r"\b(?:my name is|i am|i'm)\s+([^\W\d_][\w-]*)", re.IGNORECAS
 
 
 class ScriptedModel:
-    """The server, running from ``with`` to its end; ``close`` is prompt, also with requests that hang.
+    """The server. It runs inside ``with``, or from ``start`` to ``close``, which is prompt even if requests hang.
 
-    ``port`` 0 lets the system choose a free one.
+    ``port`` 0 lets the system choose a free port.
     """
 
     def __init__(self, port: int = 0) -> None:
         self._arrived = threading.Condition()
         self._requests: list[dict[str, Any]] = []
-        # Readable from ``close`` on and never drained: whoever waits for a client waits for this as well.
+        # Becomes readable with ``close`` and is never drained, so that hanging requests can wait for it.
         self._closing, self._close = socket.socketpair()
         self._server = _Server(("127.0.0.1", port), self)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name="scripted-model")
 
     @property
     def url(self) -> str:
-        """The base URL for a client, such as ``http://127.0.0.1:40123/v1``."""
+        """The base URL for clients, such as ``http://127.0.0.1:40123/v1``."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        """The bodies of all chat requests so far, oldest first (a copy)."""
+        """A copy of the bodies of all chat requests so far, oldest first."""
         with self._arrived:
             return list(self._requests)
 
     def wait_for_request(self, number: int, timeout_s: float = 10.0) -> dict[str, Any]:
-        """Return the body of the chat request with this number (1 is the first), waiting for it to arrive.
+        """Wait for the chat request with this number (1 is the first), and return its body.
 
-        ``TimeoutError`` when it has not arrived in ``timeout_s`` seconds.
+        Raises ``TimeoutError`` if it has not arrived within ``timeout_s`` seconds.
         """
         with self._arrived:
             if not self._arrived.wait_for(lambda: len(self._requests) >= number, timeout_s):
-                raise TimeoutError(f"only {len(self._requests)} of {number} requests arrived in {timeout_s} s")
+                raise TimeoutError(f"only {len(self._requests)} of {number} requests arrived within {timeout_s} s")
             return self._requests[number - 1]
 
     def start(self) -> Self:
-        """Begin to serve, in a thread of its own."""
+        """Start serving, in a thread."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Stop serving, and hang up on every client that still waits."""
+        """Stop serving, and disconnect all waiting clients."""
         self._close.close()
         if self._thread.ident is not None:
             self._server.shutdown()
@@ -120,8 +120,8 @@ class ScriptedModel:
             self._requests.append(body)
             self._arrived.notify_all()
 
-    def _wait_for_the_end(self, client: socket.socket) -> None:
-        """Wait until the client has hung up, or the server closes."""
+    def _wait_for_end(self, client: socket.socket) -> None:
+        """Wait until the client leaves or the server closes."""
         select.select([client, self._closing], [], [])
 
 
@@ -131,7 +131,7 @@ class _Server(ThreadingHTTPServer):
         self.model = model
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing about a client that hung up: tests kill theirs."""
+        """Ignore clients that disconnect: tests kill theirs."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Describe the one model, in the words of those servers whose clients look for a context length."""
+        """Describe the one model, with the field from which clients read a context length."""
         entry = {"id": MODEL_ID, "object": "model", "owned_by": "hermes-pool", "context_length": CONTEXT_TOKENS}
         if self.path.rstrip("/").endswith("/v1/models"):
             self._json(200, {"object": "list", "data": [entry]})
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.path.endswith("/chat/completions"):
             self._json(404, _error(404))
             return
-        self.server.model._received(body)  # noqa: SLF001 - one class in two parts
+        self.server.model._received(body)  # noqa: SLF001 - two parts of one server
         messages = body.get("messages") or []
         text = _last_user_text(messages)
         call = _next_call(messages)
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         if call is None and error is not None:
             self._json(int(error[1]), _error(int(error[1])))
         elif call is None and "[hang]" in text:
-            self.server.model._wait_for_the_end(self.connection)  # noqa: SLF001
+            self.server.model._wait_for_end(self.connection)  # noqa: SLF001
             self.close_connection = True
         elif body.get("stream"):
             self._stream(messages, text, call)
@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         for delta in _deltas(messages, text, call):
             self._event([{"index": 0, "delta": delta, "finish_reason": None}])
         if call is None and "[stall]" in text:
-            self.server.model._wait_for_the_end(self.connection)  # noqa: SLF001
+            self.server.model._wait_for_end(self.connection)  # noqa: SLF001
             return
         self._event([{"index": 0, "delta": {}, "finish_reason": "tool_calls" if call else "stop"}])
         self._event([], usage=_usage(messages))
@@ -203,11 +203,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Keep quiet."""
+        """Log nothing."""
 
 
 def reply_to(messages: Sequence[dict[str, Any]]) -> str:
-    """Return the reply to these chat messages: the table in the module's docstring, without the delays."""
+    """Return the reply to these chat messages, by the table in the module's docstring but without the delays."""
     said = [_text(message) for message in messages if message.get("role") == "user"]
     last = said[-1] if said else ""
     results = _results(messages)
@@ -241,7 +241,7 @@ def _deltas(messages: Sequence[dict[str, Any]], text: str, call: dict[str, Any] 
     if "[stall]" in text:
         yield {"content": _PREFIX + "This reply is never finished"}
         return
-    # In words, as a model streams; joined again they are the reply.
+    # Word by word, as a model streams. Joined, they are the reply.
     for word in re.findall(r"\S+\s*", reply):
         yield {"content": word}
     slow = _SLOW.search(text)
@@ -266,7 +266,7 @@ def _last_user_text(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tool results that came after the last user message."""
+    """Return the tool results after the last user message."""
     results: list[dict[str, Any]] = []
     for message in messages:
         if message.get("role") == "user":
@@ -277,7 +277,7 @@ def _results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _next_call(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the tool call that the last user message asks for and that has no result yet."""
+    """Return the next tool call of the last user message that has no result yet."""
     wanted = list(_TOOL.finditer(_last_user_text(messages)))
     done = len(_results(messages))
     if done >= len(wanted):
@@ -303,13 +303,13 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def write_hermes_home(home: Path, url: str) -> Path:
-    """Make ``home`` a ``HERMES_HOME`` whose model is the scripted one at ``url``; returns ``home``.
+    """Turn ``home`` into a ``HERMES_HOME`` whose model is the scripted one at ``url``, and return ``home``.
 
-    Hermes then asks neither a provider nor a person for anything, and does not try a failed request again.
+    Hermes then needs no provider and asks no questions, and does not retry failed requests.
     """
     home.mkdir(parents=True, exist_ok=True)
     config = f"""\
-# The model is scripted (hermes_pool.testing.scripted_model): it answers by rule.
+# The model is scripted (hermes_pool.testing.scripted_model): its replies follow fixed rules.
 model:
   default: {MODEL_ID}
   provider: custom
@@ -324,7 +324,7 @@ agent:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; prints the URL."""
+    """Print the URL, and serve until interrupted."""
     parser = argparse.ArgumentParser(description="A scripted stand-in for a language model, on loopback.")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; default: a free one")
     with ScriptedModel(parser.parse_args(argv).port) as model:

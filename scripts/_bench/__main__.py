@@ -1,10 +1,10 @@
-"""Entry of the benchmark, and of each process in which one subject is measured. ``scripts/bench`` starts it."""
+"""Entry point of the benchmark, and of each process that measures one subject. ``scripts/bench`` starts it."""
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # In place of this folder, whose names are no top-level modules. Some peers run this file in their workers as well.
+    # In place of this folder, whose modules are not top-level ones. Some peers run this file in their workers too.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     if sys.argv[1:2] == ["--subject"]:
         import json

@@ -1,4 +1,4 @@
-"""The run: every subject of every metric in a fresh process, one after the other, round by round."""
+"""Runs the benchmark: round by round, every subject of every metric in a fresh process, one at a time."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ FILE_COLUMNS = 140
 
 
 def in_fresh_process(metric: str, subject: str, options: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """Return what a process of its own found: ``values``, or in words what was ``lacking``."""
+    """Measure in a new process. Return its ``values``, or as ``lacking`` why there are none."""
     command = [sys.executable, str(Path(__file__).parent), "--subject", metric, subject, json.dumps(options)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(
@@ -35,12 +35,12 @@ def in_fresh_process(metric: str, subject: str, options: dict[str, Any], limit_s
     try:
         out, err = process.communicate(timeout=limit_s)
     except BaseException as error:
-        # With it goes what it has started. It has not been waited for, so the group is still its own.
+        # Kill its children too. It was not reaped yet, so the process group still is its own.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
-            return {"lacking": f"failed: not done within {limit_s:.0f} s"}
+            return {"lacking": f"failed: did not finish within {limit_s:.0f} s"}
         raise
     lines = [line for line in out.splitlines() if line.startswith(RESULT)]
     if lines:
@@ -62,7 +62,7 @@ class Run:
         self._works: dict[str, str] = {}
 
     def metric(self, name: str, metric: Metric) -> dict[str, Found]:
-        """Measure all subjects of a metric, in turns."""
+        """Measure all subjects of a metric, taking turns."""
         options = {**metric.options, **(metric.quick if self.quick else {})}
         results = {subject: Found() for subject in metric.subjects if self.peers or subject not in PEERS}
         for subject, found in results.items():
@@ -73,22 +73,22 @@ class Run:
                 if found.lacking or number >= most:
                     continue
                 self._say(f"{name}, round {number + 1}: {subject}")
-                told = in_fresh_process(name, subject, options, metric.limit_s)
-                found.add(told.get("values", {}))
-                found.lacking = told.get("lacking", "")
+                result = in_fresh_process(name, subject, options, metric.limit_s)
+                found.add(result.get("values", {}))
+                found.lacking = result.get("lacking", "")
                 if found.lacking.startswith("failed"):
                     self.failed.append(f"{name}, {subject}: {found.lacking}")
         self._say("")
         return results
 
     def _lacking(self, metric: Metric, subject: str) -> str:
-        """Say why a subject cannot be measured at all; finding out warms its caches."""
+        """Return why a subject cannot be measured; empty if it can. The attempt warms its caches."""
         if self.quick and subject in HEAVY and not metric.heavy_if_quick:
-            return "left out with --quick: it takes minutes"
+            return "left out with --quick, because it takes minutes"
         if subject.startswith("hermes "):
             return ""
         if subject not in self._works:
-            self._say(f"is there: {subject}")
+            self._say(f"trying {subject}")
             self._works[subject] = in_fresh_process("probe", subject, {}, 60.0).get("lacking", "")
             if self._works[subject].startswith("failed"):
                 self.failed.append(f"{subject}: {self._works[subject]}")
@@ -101,21 +101,22 @@ class Run:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if all could be measured, 1 if something failed; a target that is missed is no failure."""
+    """Return 0 if everything could be measured, 1 if something failed. A missed target is not a failure."""
     chosen = parser().parse_args(arguments)
     names = [name.upper() for name in chosen.metrics] or list(METRICS)
     width = None if sys.stdout.isatty() else FILE_COLUMNS
     console = Console(highlight=False, emoji=False, markup=False, width=width)
     rounds = chosen.rounds or (1 if chosen.quick else 5)
     run = Run(quick=chosen.quick, peers=chosen.peers, rounds=rounds, console=console)
-    # Whoever ends this politely gets the same tidying as Ctrl-C.
+    # SIGTERM cleans up like Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     about, began = report.machine(), time.monotonic()
     console.print(Text("hermes-pool: benchmark", style="bold"))
     console.print(report.describe(about))
     console.print(
-        f"Median (lowest - highest) of up to {rounds} rounds; each subject in a fresh process, in turns. "
-        "Ratios are of the same round."
+        f"Median (lowest - highest); at most {rounds} round{'' if rounds == 1 else 's'}. "
+        "Subjects take turns, each in a fresh process. "
+        "Ratios compare values of the same round."
     )
     verdicts, written = [], {}
     try:
@@ -139,31 +140,36 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     what = "\n".join(f"  {name}  {metric.title}" for name, metric in METRICS.items())
     parser = argparse.ArgumentParser(
         prog="scripts/bench",
-        description="Measure hermes-pool beside its floors and its peers.",
+        description="Measure hermes-pool against its floors (the bare minimum) and its peers (other libraries).",
         epilog=f"metrics:\n{what}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("metrics", nargs="*", metavar="METRIC", type=_metric, help="which ones; default: all")
-    parser.add_argument("--quick", action="store_true", help="one round of fewer samples: a look, no measurement")
-    parser.add_argument("--rounds", type=_rounds, help="how many rounds; default: 5, with --quick 1")
+    parser.add_argument("metrics", nargs="*", metavar="METRIC", type=_metric, help="metrics to measure (default: all)")
     parser.add_argument(
-        "--peers", action=argparse.BooleanOptionalAction, default=True, help="with other libraries beside; default: yes"
+        "--quick", action="store_true", help="one round with fewer samples: a quick look, not a measurement"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--rounds", type=_rounds, help="number of rounds (default: 5, with --quick 1)")
+    parser.add_argument(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure other libraries too (default: yes)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return parser
 
 
 def _metric(text: str) -> str:
     if text.upper() not in METRICS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(METRICS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(METRICS)}")
     return text.upper()
 
 
 def _rounds(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of rounds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of rounds")
     return int(text)

@@ -1,4 +1,4 @@
-"""What all subjects have in common: long-lived echo workers, one for each conversation, that answer messages."""
+"""What all subjects have in common: long-lived echo workers, one per conversation, that answer messages."""
 
 import os
 from collections.abc import AsyncIterator
@@ -9,15 +9,15 @@ from typing import Self
 import psutil
 
 WAIT = "/wait"
-"""The message to which a worker answers never: it waits inside the turn."""
+"""A message that a worker never answers: it waits inside the turn."""
 DELTAS = "/deltas"
-"""``/deltas COUNT BYTES``: the answer comes in COUNT pieces of BYTES bytes."""
+"""``/deltas COUNT BYTES``: the answer is streamed in COUNT pieces of BYTES bytes."""
 STARTED = "."
-"""What a worker that was told to wait says first, where it can."""
+"""What a worker sends, where it can, before it waits."""
 
 
 class NotSupportedError(Exception):
-    """The subject cannot do what the metric asks for; the text is shown in its row."""
+    """The subject cannot do what the metric needs. The text is shown in its row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,27 +25,27 @@ class Situation:
     """What a metric needs of a subject."""
 
     sessions: int = 1
-    """How many sessions there will be at most."""
+    """The most sessions that there will be."""
     pooled: bool = False
-    """Whether any worker may answer any message: process pools then are one pool of ``sessions`` workers, which is how
-    they are meant; otherwise each session is a pool of one, the only way for them to keep a session."""
+    """Whether any worker may answer any message. Process pools are then one pool of ``sessions`` workers, as they are
+    meant to be used. Otherwise each session is a pool of one: their only way to keep a session."""
     at_once: bool = False
-    """Whether all sessions begin in the same moment: then even who gives out any idle worker has to make as many."""
+    """Whether all sessions begin at the same moment. A pool that reuses idle workers then has to start as many."""
     faulty: bool = False
     """Whether ``WAIT`` and ``DELTAS`` are needed."""
 
 
 class Fleet:
-    """One subject. Entered once; sessions are made when they are first talked to."""
+    """One subject. It is entered once, and a session begins with its first message."""
 
-    readies_itself = False
-    """Whether the first session of all also readies the subject for those to come (its database, its zygote)."""
+    first_session_warms = False
+    """Whether the first session also prepares the subject for later ones (its database, its zygote)."""
 
     def __init__(self, situation: Situation) -> None:
         self.situation = situation
 
     async def __aenter__(self) -> Self:
-        """Get ready to start sessions."""
+        """Prepare to start sessions."""
         return self
 
     async def __aexit__(
@@ -54,25 +54,25 @@ class Fleet:
         """End all sessions."""
 
     async def send(self, key: str, text: str) -> str:
-        """Answer a message of the session ``key``."""
+        """Send a message to the session ``key``, and return the answer."""
         raise NotImplementedError
 
     async def pid(self, key: str) -> int:
-        """Return the process of the session ``key``."""
-        raise NotSupportedError("has no process of its own that could be killed")
+        """Return the pid of the session ``key``."""
+        raise NotSupportedError("has no process of its own to kill")
 
     async def helpers(self) -> set[int]:
-        """Return the processes that serve all sessions together, apart from the host."""
+        """Return the pids of processes that serve all sessions together, without the host."""
         return set()
 
     async def revive(self, key: str) -> None:
-        """Make the session usable after its process has died; nothing to do where the subject does it by itself."""
+        """Make the session usable after its process died. Does nothing where the subject does so by itself."""
 
     def stream(self, key: str, text: str) -> AsyncIterator[int]:
-        """Answer in pieces: yield the size of each as it comes."""
+        """Send a message, and yield the size of each piece of the answer as it arrives."""
         raise NotSupportedError("does not stream")
 
 
 def tree() -> set[int]:
-    """Return this process and all below it."""
+    """Return the pids of this process and all its descendants."""
     return {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}

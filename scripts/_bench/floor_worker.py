@@ -1,4 +1,4 @@
-"""The worker of the floors: blocking reads and writes of this project's frames, and nothing else around them."""
+"""The worker of the floors: blocking reads and writes of this project's frames, and nothing else."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ WAIT, DELTAS, STARTED = "/wait", "/deltas", "."
 
 def main() -> None:
     """Echo until the input ends."""
-    # Of all that the pool may say; only turns are said here.
+    # The decoder of everything that the pool may send, although only turns are sent here.
     decode: Any = msgspec.msgpack.Decoder(wire.ToWorker).decode
     read = sys.stdin.buffer.read
     while len(header := read(wire.HEADER_BYTES)) == wire.HEADER_BYTES:

@@ -1,4 +1,4 @@
-"""Floors: the least that such a conversation costs, written down as plainly as it goes, and without any safety."""
+"""Floors: the least that such a conversation can cost, in the plainest code possible and without any safety."""
 
 import asyncio
 import subprocess
@@ -65,7 +65,7 @@ class Raw(Fleet):
 
 
 class Aio(Fleet):
-    """asyncio as its documentation shows it: ``create_subprocess_exec`` and ``StreamReader``."""
+    """asyncio as in its documentation: ``create_subprocess_exec`` and ``StreamReader``."""
 
     def __init__(self, situation: Any) -> None:
         super().__init__(situation)

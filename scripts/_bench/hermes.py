@@ -1,4 +1,4 @@
-"""The measurements with the real Hermes Agent, against a scripted model in a process of its own."""
+"""The measurements with the real Hermes Agent, on a scripted model in a process of its own."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from hermes_pool.testing.scripted_model import MODEL_ID, write_hermes_home
 
 PLAIN = Path(__file__).with_name("plain_hermes.py")
 SPARE_READY_S = 3.0
-"""Pause in which spares become ready, for every subject alike."""
+"""Pause in which spares become ready; the same for every subject."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Stage:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the workers and the plain script get on top.
+        """Extra variables for the workers and the plain script.
 
-        Hermes imports the MCP SDK when it finds it. It is no part of what hermes-agent installs, and here only as a
-        peer, so it is hidden: from all subjects alike.
+        Hermes imports the MCP SDK if it is there. hermes-agent does not install it, and here it is only a peer, so it
+        is hidden from all subjects alike.
         """
         return {"HOME": str(self.folder), "PYTHONPATH": str(self.folder / "hidden"), "PYTHONNOUSERSITE": "1"}
 
 
 @contextlib.contextmanager
 def stage() -> Iterator[Stage]:
-    """Set the stage."""
+    """Start the scripted model, and yield the stage."""
     if find_spec("run_agent") is None:
         raise ImportError("hermes-agent")
     with (
@@ -70,10 +70,10 @@ def stage() -> Iterator[Stage]:
 
 @contextlib.asynccontextmanager
 async def pool(where: Stage, launcher: str, spares: int = 0) -> AsyncIterator[HermesSessionManager]:
-    """Open a pool of real Hermes workers that is not the first one here, and see one session through.
+    """Open a pool of real Hermes workers that is not the first on this stage, and complete a turn in it.
 
-    So caches are warm, and the pool before has learnt what a first turn imports: the state that a host is in on every
-    day but its first.
+    So caches are warm, and an earlier pool has learnt what a first turn imports: the state of a host on every day but
+    its first.
     """
     settings = settings_of(
         launcher,
@@ -84,16 +84,16 @@ async def pool(where: Stage, launcher: str, spares: int = 0) -> AsyncIterator[He
         worker_env=where.environment,
     )
     async with HermesSessionManager(settings) as sessions:
-        await _said(sessions, "learn", 1)
+        await _send(sessions, "learn", 1)
     async with HermesSessionManager(settings) as sessions:
-        await _said(sessions, "warm", 1)
+        await _send(sessions, "warm", 1)
         yield sessions
 
 
-async def _said(sessions: HermesSessionManager, key: str, number: int) -> None:
+async def _send(sessions: HermesSessionManager, key: str, number: int) -> None:
     reply = await sessions.send(key, f"Message number {number}.")
     if f"(message {number} of this conversation)" not in reply.text:
-        raise RuntimeError(f"the reply is not the one of message {number}: {reply.text}")
+        raise RuntimeError(f"wrong reply to message {number}: {reply.text}")
 
 
 async def _pid(sessions: HermesSessionManager, key: str) -> int:
@@ -106,18 +106,18 @@ async def _pid(sessions: HermesSessionManager, key: str) -> int:
 
 
 async def first_replies(sessions: HermesSessionManager, *, samples: int, **_unused: Any) -> Values:
-    """H1: a new conversation, until its first reply."""
+    """H1: time from a new conversation to its first reply."""
     times = []
     for number in range(samples):
         await asyncio.sleep(SPARE_READY_S)
         began = time.perf_counter()
-        await _said(sessions, f"new-{number}", 1)
+        await _send(sessions, f"new-{number}", 1)
         times.append(time.perf_counter() - began)
     return {"s": statistics.median(times)}
 
 
 async def dormant(sessions: HermesSessionManager, *, samples: int, **_unused: Any) -> Values:
-    """H2: a conversation whose worker has gone, until its first reply in context."""
+    """H2: time from a message to a dormant conversation to its reply in context."""
     times = []
     await sessions.send("ada", "Hi, I am Ada.")
     for _ in range(samples):
@@ -127,20 +127,20 @@ async def dormant(sessions: HermesSessionManager, *, samples: int, **_unused: An
         reply = await sessions.send("ada", "What is my name?")
         times.append(time.perf_counter() - began)
         if "Ada" not in reply.text:
-            raise RuntimeError(f"out of context: {reply.text}")
+            raise RuntimeError(f"the context is lost: {reply.text}")
     return {"s": statistics.median(times)}
 
 
 async def eight(sessions: HermesSessionManager, **_unused: Any) -> Values:
-    """H3: eight new conversations at once, until the last has its first reply."""
+    """H3: time until the last of eight new conversations, begun at once, has its first reply."""
     await asyncio.sleep(SPARE_READY_S)
     began = time.perf_counter()
-    await asyncio.gather(*(_said(sessions, f"new-{number}", 1) for number in range(8)))
+    await asyncio.gather(*(_send(sessions, f"new-{number}", 1) for number in range(8)))
     return {"s": time.perf_counter() - began}
 
 
 async def memory(sessions: HermesSessionManager, *, turns: int, workers: int, **_unused: Any) -> Values:
-    """H4: what a worker has to itself."""
+    """H4: private memory (USS) of a worker."""
     values = {}
     keys = [f"new-{number}" for number in range(workers)]
     done = 0
@@ -148,8 +148,8 @@ async def memory(sessions: HermesSessionManager, *, turns: int, workers: int, **
         while done < mark:
             done += 1
             for key in keys:
-                await _said(sessions, key, done)
-        # What a worker tidies when it is idle, it has tidied by then.
+                await _send(sessions, key, done)
+        # By then an idle worker has released what it can.
         await asyncio.sleep(2.0)
         values[_after(mark)] = statistics.median([uss_mb(await _pid(sessions, key)) for key in keys])
     return values
@@ -160,13 +160,13 @@ def _after(turns: int) -> str:
 
 
 async def cpu(sessions: HermesSessionManager, *, turns: int, **_unused: Any) -> Values:
-    """H5: CPU time of a warm turn in the worker."""
-    await _said(sessions, "new", 1)
-    await _said(sessions, "new", 2)
+    """H5: CPU time of a warm turn in the worker process."""
+    await _send(sessions, "new", 1)
+    await _send(sessions, "new", 2)
     process = psutil.Process(await _pid(sessions, "new"))
     before = process.cpu_times()
     for number in range(3, turns + 3):
-        await _said(sessions, "new", number)
+        await _send(sessions, "new", number)
     after = process.cpu_times()
     return {"CPU ms per turn": (after.user + after.system - before.user - before.system) / turns * 1000}
 
@@ -185,7 +185,7 @@ LAUNCHERS = {"hermes spawn": ("spawn", 0), "hermes zygote": ("zygote", 0), "herm
 
 
 class Plain:
-    """The plain script, in the same interpreter and against the same model."""
+    """The plain script, in the same interpreter and on the same model."""
 
     def __init__(self, where: Stage, *marks: int) -> None:
         environment = {**_environment(), **where.environment, "HERMES_HOME": str(where.folder / "hermes")}
@@ -202,29 +202,29 @@ class Plain:
         self.process.communicate()
 
     def mark(self) -> dict[str, float]:
-        """Wait until the script is where it reports."""
+        """Wait until the script reports, and return what it has used."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError("Hermes ended before it had answered")
+            raise RuntimeError("Hermes ended before it answered")
         used: dict[str, float] = json.loads(line)
         return used
 
     def go_on(self) -> None:
-        """Let it go on from there."""
+        """Let the script continue."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
 
 def _environment() -> dict[str, str]:
-    """Return the little of this environment that workers get as well."""
+    """Return those variables of this process that workers get as well."""
     return {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "TMPDIR", "TZ")}
 
 
 def plain(metric: str, where: Stage, *, samples: int = 1, turns: int = 1, **_unused: Any) -> Values:
     """Measure the plain script."""
-    with Plain(where, 1) as script:  # makes the files of a new home
+    with Plain(where, 1) as script:  # creates the files of a new home
         script.mark()
     if metric == "H1":
         times = []
@@ -257,7 +257,7 @@ def plain(metric: str, where: Stage, *, samples: int = 1, turns: int = 1, **_unu
             script.go_on()
             after = script.mark()
         return {"CPU ms per turn": (after["cpu_s"] - before["cpu_s"]) / turns * 1000}
-    raise NotSupportedError("has no sessions that could be dormant")
+    raise NotSupportedError("has no sessions that can be dormant")
 
 
 async def take(metric: str, subject: str, options: dict[str, Any]) -> Values:

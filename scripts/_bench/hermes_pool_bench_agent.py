@@ -1,4 +1,4 @@
-"""The agent that the pool's workers run where an echo is not enough: it waits to be killed, or answers in pieces."""
+"""The agent of the pool's workers where an echo is not enough: it waits to be killed, or answers in pieces."""
 
 from hermes_pool_worker.agent import Open, Opened, Outcome, RunningTurn
 
@@ -6,10 +6,10 @@ WAIT, DELTAS, STARTED = "/wait", "/deltas", "."
 
 
 class BenchAgent:
-    """Answers as the floors' worker does."""
+    """Answers like the worker of the floors."""
 
     def open(self, request: Open) -> Opened:
-        """Begin a session; there is nothing to resume."""
+        """Begin a session. There is nothing to resume."""
         return Opened(request.session_id or "bench")
 
     def turn(self, text: str, turn: RunningTurn) -> Outcome:
@@ -27,7 +27,7 @@ class BenchAgent:
         return Outcome(text)
 
     def interrupt(self) -> None:
-        """Nothing to do: a turn that waits sees its flag."""
+        """Do nothing: a waiting turn sees its flag."""
 
     def close(self) -> None:
-        """Nothing to put away."""
+        """Do nothing: there is nothing to close."""

@@ -1,4 +1,4 @@
-"""The measurements that any fleet can be put through. Each returns named numbers, for one round."""
+"""The measurements for any fleet. Each returns the named figures of one round."""
 
 import asyncio
 import contextlib
@@ -18,28 +18,28 @@ from _bench.stats import percentile
 
 MEBI = 1024 * 1024
 PAUSE_S = 0.3
-"""Pause before a new session. A pool with spares makes the next one ready in it; all others get the same."""
+"""Pause before each new session, in which a pool with spares prepares the next one. The same for all subjects."""
 SETTLED_S = 23.0
-"""Until idle sessions are at rest: a pool that looks at its workers does so every twenty seconds."""
+"""Time until idle sessions are at rest. The pool samples its workers every twenty seconds."""
 Values = dict[str, float]
 Make = Callable[[Situation], Fleet]
 
 
 def pin() -> None:
-    """Bind this process, and so all that it starts from now on, to one CPU."""
+    """Bind this process, and everything that it starts from now on, to one CPU."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 async def probe(make: Make) -> Values:
-    """Start one session and talk to it: the run that warms caches, and tells whether the subject works here."""
+    """Run one turn, to warm caches and find out whether the subject works here."""
     async with make(Situation()) as fleet:
         await fleet.send("probe", "hello")
     return {}
 
 
 async def warm_turns(make: Make, *, turns: int, seconds: float) -> Values:
-    """M1: median time of a turn, by the size of its message (and of its answer, which is the same)."""
+    """M1: median time of a turn, by the size of its message, which is also that of its answer."""
     pin()
     values: Values = {}
     async with make(Situation()) as fleet:
@@ -59,13 +59,13 @@ async def warm_turns(make: Make, *, turns: int, seconds: float) -> Values:
 
 
 async def in_flight(make: Make, *, sessions: int, seconds: float) -> Values:
-    """M2: all sessions talk at once, each its next message as soon as it has the answer to the last."""
+    """M2: all sessions talk at once. Each sends its next message as soon as it has an answer."""
     text = "x" * 100
     counts = [0] * sessions
     async with make(Situation(sessions=sessions, pooled=True)) as fleet:
         await fleet.send("0", text)
         processes = 0
-        # Pools grow by and by.
+        # Pools grow gradually.
         while processes != (processes := len(tree())):
             await asyncio.gather(*(fleet.send(str(number), text) for number in range(sessions)))
             await _at_rest()
@@ -85,7 +85,7 @@ async def in_flight(make: Make, *, sessions: int, seconds: float) -> Values:
 
 
 async def _at_rest(limit_s: float = 30.0) -> None:
-    """Wait until the whole tree has nothing more to do: pools answer before all of their workers are up."""
+    """Wait until the process tree uses no CPU any more: pools answer before all their workers are up."""
     end = time.monotonic() + limit_s
     used = -1.0
     while time.monotonic() < end:
@@ -100,7 +100,7 @@ async def _at_rest(limit_s: float = 30.0) -> None:
 
 
 async def first_answers(make: Make, *, samples: int) -> Values:
-    """M3: from the first message of a new session to its answer. The first session is not counted."""
+    """M3: time from the first message of a new session to its answer. The first session does not count."""
     times = []
     async with make(Situation(sessions=samples + 1)) as fleet:
         for number in range(samples + 1):
@@ -112,9 +112,9 @@ async def first_answers(make: Make, *, samples: int) -> Values:
 
 
 async def many_at_once(make: Make, *, sessions: int) -> Values:
-    """M4: new sessions, all at once, and how long the event loop of their host was not to be had meanwhile."""
+    """M4: time to start many sessions at once, and the longest stall of the host's event loop meanwhile."""
     async with make(Situation(sessions=sessions + 1, at_once=True)) as fleet:
-        if fleet.readies_itself:
+        if fleet.first_session_warms:
             await fleet.send("first", "hello")
         stop = asyncio.Event()
         ticker = asyncio.create_task(_longest_stall(stop))
@@ -137,7 +137,7 @@ async def _longest_stall(stop: asyncio.Event) -> float:
 
 
 async def memory(make: Make, *, sessions: int) -> Values:
-    """M5: what a further session adds to the memory of the whole tree of processes, its host included."""
+    """M5: memory that each further session adds to the process tree, the host included."""
     async with make(Situation(sessions=sessions)) as fleet:
         await fleet.send("0", "hello")
         before = _memory_of(tree())
@@ -166,17 +166,17 @@ def _memory_of(pids: Iterable[int]) -> dict[str, int]:
 
 
 def smaps(pid: int) -> str:
-    """Return the kernel's account of a process' memory."""
+    """Return the kernel's summary of a process's memory."""
     return Path(f"/proc/{pid}/smaps_rollup").read_text()
 
 
 def uss_mb(pid: int) -> float:
-    """Return the memory that a process has to itself."""
+    """Return the private memory (USS) of a process."""
     return _memory_of([pid])["Uss"] / MEBI
 
 
 async def killed(make: Make, *, samples: int) -> Values:
-    """M6: a worker is killed in a turn; until the caller knows, and until the conversation has its next answer."""
+    """M6: time from a kill in a turn until the caller has an error, and until the conversation answers again."""
     seen, answered = [], []
     async with make(Situation(faulty=True)) as fleet:
         await fleet.send("one", "hello")
@@ -186,13 +186,13 @@ async def killed(make: Make, *, samples: int) -> Values:
             await asyncio.sleep(0.1)
             if turn.done():
                 await turn
-                raise RuntimeError("the worker was to wait, and has answered")
+                raise RuntimeError("the worker answered a message on which it should wait")
             began = time.perf_counter()
             os.kill(pid, signal.SIGKILL)
             try:
                 await asyncio.wait_for(turn, 30)
             except TimeoutError:
-                raise NotSupportedError("the caller is not told, within 30 s") from None
+                raise NotSupportedError("the caller gets no error within 30 s") from None
             except Exception:  # noqa: BLE001 - each subject has an error of its own
                 seen.append(time.perf_counter() - began)
             await fleet.revive("one")
@@ -207,15 +207,15 @@ async def _until_answer(fleet: Fleet) -> str:
 
 
 async def idle(make: Make, *, seconds: float) -> Values:
-    """M7: what a host with idle sessions costs that does nothing."""
+    """M7: what an idle host with idle sessions costs."""
     values: Values = {}
     for sessions in (50, 200):
         async with make(Situation(sessions=sessions)) as fleet:
             for number in range(0, sessions, 10):
                 await asyncio.gather(*(fleet.send(str(each), "hello") for each in range(number, number + 10)))
-            # What is stored is stored by then, the workers have gone to sleep, and all have been looked at once.
+            # By then metadata is stored, workers are asleep, and all have been sampled once.
             await asyncio.sleep(SETTLED_S)
-            # Looking takes effort too: from outside to inside before, from inside to outside after.
+            # Measuring costs something too, so the host is measured last before the pause and first after it.
             workers_before = _workers_switches()
             switches_before = sum(_switches(os.getpid()))
             cpu_before, began = time.process_time(), time.perf_counter()
@@ -237,7 +237,7 @@ def _workers_switches() -> int:
 
 
 def _switches(pid: int) -> list[int]:
-    """Return how often each thread of a process has gone to sleep so far."""
+    """Return how often each thread of a process has gone to sleep (voluntary context switches)."""
     counts = []
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -247,7 +247,7 @@ def _switches(pid: int) -> list[int]:
 
 
 async def deltas_rate(make: Make, *, count: int) -> Values:
-    """M8: how fast the pieces of an answer come, the turn's begin and end included."""
+    """M8: pieces of an answer per second, the start and end of the turn included."""
     async with make(Situation(faulty=True)) as fleet:
         await fleet.send("one", "hello")
         await _drain(fleet, 100)
@@ -264,7 +264,7 @@ async def _drain(fleet: Fleet, count: int) -> int:
 
 
 async def first_delta(make: Make, *, samples: int) -> Values:
-    """M8: until the first piece is there; the whole tree on one CPU, as for every small turn."""
+    """M8: time to the first piece, with the process tree on one CPU as for all small turns."""
     pin()
     times = []
     async with make(Situation(faulty=True)) as fleet:
@@ -279,7 +279,7 @@ async def first_delta(make: Make, *, samples: int) -> Values:
 
 
 async def deltas(make: Make, *, count: int, samples: int) -> Values:
-    """M8, both halves; the pinned one comes last, since it cannot be undone for what has been started."""
+    """M8: both figures. The pinned one is last, because processes that were started stay pinned."""
     values = await deltas_rate(make, count=count)
     return {**values, **await first_delta(make, samples=samples)}
 

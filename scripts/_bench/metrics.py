@@ -1,4 +1,4 @@
-"""The table of what is measured: the metrics, their subjects, their figures and their targets."""
+"""What is measured: the metrics with their subjects, figures and targets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,40 +19,40 @@ SUBJECTS: Mapping[str, str] = {
     "MCP SDK": "peers:Mcp",
     "Jupyter": "peers:Jupyter",
 }
-"""Where the class of each subject is."""
+"""The class of each subject, as ``module:name``."""
 
 POOLS = ("futures, fork", "futures, spawn", "loky", "pebble", "anyio")
 CHANNELS = ("ACP SDK", "MCP SDK", "Jupyter")
 HEAVY = frozenset(CHANNELS)
-"""Subjects that take a second for each start: measured in fewer rounds."""
+"""Subjects that need a second per start. They are measured in fewer rounds."""
 PEERS = frozenset({*POOLS, *CHANNELS})
 OURS = ("ours, zygote", "ours, spawn")
-"""Who has to meet a target: the first of these that was measured."""
+"""A target applies to the first of these that was measured."""
 HERMES_OURS = ("hermes zygote", "hermes spawn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is aimed at: a figure of a subject, compared with another subject's, or with a number."""
+    """A limit for one figure of a subject: relative to another subject, or absolute."""
 
     figure: str
     limit: float
     least: bool = False
-    """Whether the limit is a lower one."""
+    """Whether the limit is a minimum instead of a maximum."""
     subjects: tuple[str, ...] = OURS
     base: str | None = None
-    """The subject whose same figure is 1.0; ``None``: the limit is the figure's own."""
+    """The subject whose figure counts as 1.0; ``None`` if the limit is absolute."""
     aim: float | None = None
-    """What is hoped for beyond the limit."""
+    """A better value than the limit, to strive for."""
 
     def met(self, value: float) -> bool:
-        """Say whether this value is on the right side."""
+        """Return whether this value is within the limit."""
         return value >= self.limit if self.least else value <= self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One table."""
+    """One metric, which becomes one table."""
 
     title: str
     subjects: tuple[str, ...]
@@ -60,14 +60,14 @@ class Metric:
     targets: tuple[Target, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     quick: Mapping[str, Any] = field(default_factory=dict)
-    """Options in place of those with ``--quick``."""
+    """Options that replace those with ``--quick``."""
     heavy_if_quick: bool = True
     """Whether heavy subjects are measured with ``--quick``."""
     note: str = ""
     limit_s: float = 240.0
-    """How long one subject may take."""
+    """Time limit for one subject, in seconds."""
     rounds: Mapping[Literal["heavy", "all"], int] = field(default_factory=lambda: {"heavy": 2, "all": 99})
-    """Most rounds."""
+    """Most rounds, for heavy subjects and for all."""
 
 
 METRICS: Mapping[str, Metric] = {
@@ -95,7 +95,7 @@ METRICS: Mapping[str, Metric] = {
         ),
         options={"sessions": 50, "seconds": 5.0},
         quick={"sessions": 50, "seconds": 1.0},
-        note="Process pools: here one with fifty workers, any of which answers; elsewhere one for each session.",
+        note="Process pools: here one pool of fifty workers, any of which may answer; elsewhere one pool per session.",
     ),
     "M3": Metric(
         title="New session to first answer, ms",
@@ -118,10 +118,10 @@ METRICS: Mapping[str, Metric] = {
             Target(figure="stall ms", limit=10.0),
         ),
         options={"sessions": 50},
-        note="stall: the longest time for which the host's event loop was not to be had.",
+        note="stall: the longest time for which the host's event loop was blocked.",
     ),
     "M5": Metric(
-        title="Memory of a further echo session, MB, its host's share included",
+        title="Memory of a further echo session, MB, including its share of the host",
         subjects=("aio", "ours, spawn", "ours, zygote", *POOLS, *CHANNELS),
         heavy_if_quick=False,
         figures=("PSS MB", "USS MB", "zygote USS MB"),
@@ -129,7 +129,7 @@ METRICS: Mapping[str, Metric] = {
         options={"sessions": 20},
         quick={"sessions": 10},
         rounds={"heavy": 1, "all": 3},
-        note="(tree with 20 sessions - tree with one) / 19, after a turn each (quick: 10). The zygote is told apart.",
+        note="(tree with 20 sessions - tree with one) / 19, after one turn each (quick: 10). Zygote: own column.",
     ),
     "M6": Metric(
         title="Worker killed in a turn, ms from the kill",
@@ -141,10 +141,10 @@ METRICS: Mapping[str, Metric] = {
         ),
         options={"samples": 10},
         quick={"samples": 3},
-        note="seen: the caller has its error. Ours with restarts_max=0.",
+        note="seen: the caller has its error. Ours replaces no worker.",
     ),
     "M7": Metric(
-        title="A host with idle sessions that does nothing",
+        title="An idle host with idle sessions",
         subjects=("aio", "ours, spawn", "ours, zygote"),
         figures=(
             "CPU % (50)",
@@ -176,7 +176,7 @@ METRICS: Mapping[str, Metric] = {
         ),
         options={"count": 10_000, "samples": 200},
         quick={"count": 10_000, "samples": 50},
-        note="The first delta with the whole tree pinned to one CPU, the rate without.",
+        note="First delta: the whole tree pinned to one CPU. Rate: not pinned.",
     ),
     "H1": Metric(
         title="Real Hermes: new conversation to first reply, s",
@@ -200,14 +200,14 @@ METRICS: Mapping[str, Metric] = {
         rounds={"heavy": 1, "all": 3},
     ),
     "H3": Metric(
-        title="Real Hermes: eight new conversations at once, s to the last first reply",
+        title="Real Hermes: eight new conversations at once, s until all have a reply",
         subjects=("hermes alone", "hermes spawn", "hermes zygote"),
         figures=("s",),
         targets=(Target(figure="s", limit=0.2, subjects=("hermes zygote",), base="hermes spawn"),),
         rounds={"heavy": 1, "all": 3},
     ),
     "H4": Metric(
-        title="Real Hermes: memory that a worker has to itself, MB",
+        title="Real Hermes: private memory of a worker, MB",
         subjects=("hermes alone", "hermes spawn", "hermes zygote"),
         figures=("USS MB, 1 turn", "USS MB, many turns"),
         targets=(
@@ -217,7 +217,7 @@ METRICS: Mapping[str, Metric] = {
         options={"turns": 30, "workers": 3},
         quick={"turns": 10, "workers": 2},
         rounds={"heavy": 1, "all": 2},
-        note="many turns: 30, with --quick 10. As everywhere with the real Hermes, the state folder is not a new one.",
+        note="many turns: 30, with --quick 10. As for all real Hermes metrics, the state folder has been used before.",
     ),
     "H5": Metric(
         title="Real Hermes: CPU time of a warm turn in its process, ms",
@@ -227,6 +227,6 @@ METRICS: Mapping[str, Metric] = {
         options={"turns": 20},
         quick={"turns": 8},
         rounds={"heavy": 1, "all": 3},
-        note="hermes alone: AIAgent with its default settings in a plain script, history carried.",
+        note="hermes alone: AIAgent with default settings in a plain script that carries the history.",
     ),
 }

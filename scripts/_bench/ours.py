@@ -1,4 +1,4 @@
-"""The pool itself, through its public names, with an agent that echoes."""
+"""The pool itself, through its public API, with an echo agent."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ SPARES = 2
 
 
 def settings_of(launcher: str, spares: int, **more: Any) -> PoolSettings:
-    """Return settings; ``NotSupportedError`` where this version of the pool has no such launcher."""
+    """Return settings. Raises ``NotSupportedError`` if this version of the pool lacks the launcher."""
     if spares:
         more["spares"] = spares
     try:
@@ -43,11 +43,13 @@ class Pool(Fleet):
         )
         how: dict[str, Any] = {"agent": "echo", "agent_options": {"durable": False}}
         if self.situation.faulty:
+            from hermes_pool import RestartPolicy  # noqa: PLC0415 - older versions, measured beside this one, have none
+
             how = {
                 "agent": AGENT,
                 "agent_paths": (str(Path(__file__).parent),),
-                "restarts_max": 0,
-                "quarantine_after": 0,  # it is killed in the same message again and again
+                # the same message is killed again and again
+                "restarts": RestartPolicy(replacements_per_turn_max=0, quarantine_after=0),
             }
         settings = settings_of(
             self.launcher, self.spares, state_dir=folder, workers_max=self.situation.sessions + 8, **how
@@ -85,12 +87,12 @@ class Pool(Fleet):
 
 
 class Zygote(Pool):
-    """The same with workers that are forked."""
+    """The same with forked workers."""
 
     launcher = "zygote"
 
 
 class Spare(Zygote):
-    """The same with workers that wait to be used."""
+    """The same with spare workers."""
 
     spares = SPARES

@@ -1,4 +1,4 @@
-"""The smallest echo servers over stdio that the MCP and ACP Python SDKs allow: ``peer_servers.py mcp|acp``."""
+"""Minimal echo servers over stdio with the MCP and ACP Python SDKs: ``peer_servers.py mcp|acp``."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ WAIT, DELTAS = "/wait", "/deltas"
 
 
 def serve_mcp() -> None:
-    """Serve a tool ``answer``; pieces go out as progress notifications."""
+    """Serve a tool ``answer``. Pieces are sent as progress notifications."""
     from mcp.server.mcpserver import Context, MCPServer  # noqa: PLC0415 - only one of the two is needed
 
     server = MCPServer("echo", log_level="ERROR")
@@ -34,7 +34,7 @@ def serve_mcp() -> None:
 
 
 def serve_acp() -> None:
-    """Serve sessions; the answer goes out as message chunks."""
+    """Serve sessions. Answers are sent as message chunks."""
     import acp  # noqa: PLC0415
 
     class Echo:

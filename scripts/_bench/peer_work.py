@@ -1,4 +1,4 @@
-"""What runs in the workers of the process pools."""
+"""The functions that run in the workers of the process pools."""
 
 import os
 import time
@@ -14,5 +14,5 @@ def answer(text: str) -> str:
 
 
 def pid() -> int:
-    """Tell who answers."""
+    """Return the worker's pid."""
     return os.getpid()

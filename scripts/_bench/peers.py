@@ -1,4 +1,4 @@
-"""Other ways to keep worker processes, each used as its documentation tells. A missing one is an ``ImportError``."""
+"""Other ways to keep worker processes, each used as documented. A missing one raises ``ImportError``."""
 
 import asyncio
 import concurrent.futures
@@ -20,7 +20,7 @@ SERVERS = str(Path(__file__).with_name("peer_servers.py"))
 
 
 class Executors(Fleet):
-    """Process pools with futures: one pool for each session, or one for all (``Situation.pooled``)."""
+    """Process pools with futures: one pool per session, or one for all (``Situation.pooled``)."""
 
     def __init__(self, situation: Any) -> None:
         super().__init__(situation)
@@ -28,7 +28,7 @@ class Executors(Fleet):
         self._make = self.maker()
 
     def maker(self) -> Callable[[int], Any]:
-        """Return what makes a pool of so many workers."""
+        """Return a function that makes a pool of a given number of workers."""
         raise NotImplementedError
 
     def _pool(self, key: str) -> Any:
@@ -111,7 +111,7 @@ class Pebble(Executors):
 
 
 class Anyio(Fleet):
-    """anyio.to_process: it keeps idle workers, and any of them may answer."""
+    """anyio.to_process, which keeps idle workers, any of which may answer."""
 
     def __init__(self, situation: Any) -> None:
         from anyio import CapacityLimiter, to_process  # noqa: PLC0415
@@ -128,7 +128,7 @@ class Anyio(Fleet):
     async def send(self, key: str, text: str) -> str:
         if not (self.situation.pooled or self.situation.at_once) and self._seen != {key}:
             if self._seen:
-                raise NotSupportedError("cannot be told to start another worker")
+                raise NotSupportedError("cannot be made to start another worker")
             self._seen.add(key)
         reply: str = await self._run(peer_work.answer, text, cancellable=True, limiter=self._limit)
         return reply
@@ -139,7 +139,7 @@ class Anyio(Fleet):
 
 
 class Connected(Fleet):
-    """SDKs whose connections are context managers: each lives in a task of its own."""
+    """SDKs whose connections are context managers. Each lives in its own task."""
 
     def __init__(self, situation: Any) -> None:
         super().__init__(situation)
@@ -166,12 +166,12 @@ class Connected(Fleet):
             async with self.connect(key) as client:
                 ready.set_result(client)
                 await end.wait()
-        except Exception as error:  # noqa: BLE001 - how a dead server's connection ends is not what is measured
+        except Exception as error:  # noqa: BLE001 - how the connection to a dead server ends is not measured
             if not ready.done():
                 ready.set_exception(error)
 
     async def revive(self, key: str) -> None:
-        # What is left of the dead one is put away beside the new start.
+        # The remains of the dead one are cleaned up while the new one starts.
         self._ends[key].set()
         self._clients.pop(key)
 
@@ -184,7 +184,7 @@ class Connected(Fleet):
 
 
 class Mcp(Connected):
-    """The MCP SDK, over stdio: a message is a tool call."""
+    """The MCP SDK over stdio. A message is a tool call."""
 
     def connect(self, key: str) -> AbstractAsyncContextManager[Any]:
         from mcp import Client, StdioServerParameters  # noqa: PLC0415
@@ -213,7 +213,7 @@ class Mcp(Connected):
         count = int(text.split()[1])
         call = asyncio.create_task(client.call_tool("answer", {"text": text}, progress_callback=took))
         call.add_done_callback(lambda _: pieces.put_nowait(None))
-        # Notifications may be overtaken by the result.
+        # The result may overtake notifications.
         ended = False
         while count and not (ended and pieces.empty()):
             size = await pieces.get()
@@ -226,7 +226,7 @@ class Mcp(Connected):
 
 
 class Acp(Connected):
-    """The ACP SDK, over stdio: a message is a prompt, its answer comes in chunks."""
+    """The ACP SDK over stdio. A message is a prompt, and its answer comes in chunks."""
 
     def __init__(self, situation: Any) -> None:
         super().__init__(situation)
@@ -281,7 +281,7 @@ class Acp(Connected):
 
 
 class Jupyter(Connected):
-    """jupyter_client with an IPython kernel: a message is a cell, its answer what the cell evaluates to."""
+    """jupyter_client with an IPython kernel. A message is a cell, and its answer is the value of the cell."""
 
     def __init__(self, situation: Any) -> None:
         super().__init__(situation)
@@ -304,7 +304,7 @@ class Jupyter(Connected):
 
     async def send(self, key: str, text: str) -> str:
         if text == WAIT:
-            raise NotSupportedError("its client is not told that the kernel died")
+            raise NotSupportedError("its client does not learn that the kernel died")
         client = await self.client(key)
         asked = client.execute(repr(text), store_history=False)
         answer = ""
@@ -320,4 +320,4 @@ class Jupyter(Connected):
         return answer
 
     async def pid(self, key: str) -> int:
-        raise NotSupportedError("its client is not told that the kernel died")
+        raise NotSupportedError("its client does not learn that the kernel died")

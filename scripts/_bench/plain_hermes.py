@@ -1,7 +1,7 @@
-"""Hermes as it is without this project: ``AIAgent`` with its default settings, its history carried by the caller.
+"""Hermes without this project: ``AIAgent`` with its default settings; the caller carries the history.
 
-``plain_hermes.py URL MODEL TURNS...`` talks until the last of these numbers of turns; after each of them it prints, as
-one JSON line, what it has used.
+``plain_hermes.py URL MODEL TURNS...`` runs as many turns as the last number says. After each number of turns it prints
+what it has used, as one line of JSON, and waits for a line on stdin.
 """
 
 import json
@@ -12,11 +12,11 @@ import time
 started = time.perf_counter()
 URL, MODEL, *MARKS = sys.argv[1:]
 os.environ["HERMES_DISABLE_LAZY_INSTALLS"] = "1"
-# Hermes prints on its own account.
+# Hermes prints to stdout itself, so reports get a descriptor of their own.
 report = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-from run_agent import AIAgent  # noqa: E402 - after the environment, which Hermes reads while it is imported
+from run_agent import AIAgent  # noqa: E402 - after the environment, which Hermes reads at import
 
 agent = AIAgent(model=MODEL, provider="custom", base_url=URL, api_key="scripted", quiet_mode=True)
 history: list[dict[str, object]] = []

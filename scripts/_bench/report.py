@@ -1,4 +1,4 @@
-"""What was found: kept, compared with its targets, printed and written down."""
+"""The results: kept, compared with the targets, printed, and returned as JSON."""
 
 import os
 import platform
@@ -17,22 +17,22 @@ from _bench.stats import Summary, ratio, with_range
 
 @dataclass
 class Found:
-    """What was found of one subject in one metric."""
+    """The results of one subject in one metric."""
 
     values: dict[str, list[float]] = field(default_factory=dict)
-    """The values of each figure, one for each round."""
+    """The values of each figure, one per round."""
     lacking: str = ""
-    """Why there are none, or no more."""
+    """Why values are missing; empty if none are."""
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Add the values of a round."""
+        """Add the values of one round."""
         for name, value in values.items():
             self.values.setdefault(name, []).append(value)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target and what came of it. ``value`` is a ratio where the target has a base, ``None`` if not measured."""
+    """A target and its result. ``value`` is a ratio if the target has a base, and ``None`` if not measured."""
 
     target: Target
     subject: str
@@ -40,7 +40,7 @@ class Verdict:
 
     @property
     def met(self) -> bool | None:
-        """Whether it is met; ``None`` where that was not measured."""
+        """Whether the target is met; ``None`` if not measured."""
         return None if self.value is None else self.target.met(self.value.median)
 
 
@@ -48,7 +48,7 @@ Results = Mapping[str, Found]
 
 
 def judge(metric: Metric, results: Results) -> list[Verdict]:
-    """Compare with the targets."""
+    """Compare the results with the targets."""
     verdicts = []
     for target in metric.targets:
         subject = next((name for name in target.subjects if _values(results, name, target)), target.subjects[0])
@@ -71,7 +71,7 @@ def _values(results: Results, subject: str, target: Target) -> list[float]:
 
 
 def show(console: Console, name: str, metric: Metric, results: Results) -> None:
-    """Print a metric's table, and its targets."""
+    """Print the table of a metric, and its targets."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for heading in metric.figures:
@@ -80,7 +80,7 @@ def show(console: Console, name: str, metric: Metric, results: Results) -> None:
     for subject, found in results.items():
         style = "dim" if subject in PEERS else "bold" if subject.startswith(("ours", "hermes ")) else ""
         if not found.values:
-            lacking = Text(_in_short(found.lacking), style="yellow")
+            lacking = Text(_keyword(found.lacking), style="yellow")
             table.add_row(Text(subject, style=style), lacking, *[""] * len(metric.figures))
             continue
         cells = [with_range(Summary.of(found.values[each])) if each in found.values else "-" for each in metric.figures]
@@ -90,7 +90,7 @@ def show(console: Console, name: str, metric: Metric, results: Results) -> None:
     console.print(Text(f"{name}  {metric.title}", style="bold"))
     console.print(table)
     for subject, found in results.items():
-        if found.lacking and (found.values or found.lacking != _in_short(found.lacking)):
+        if found.lacking and (found.values or found.lacking != _keyword(found.lacking)):
             console.print(Text(f"  ! {subject}: {found.lacking}", style="yellow"))
     if metric.note:
         console.print(Text(f"  {metric.note}", style="dim"))
@@ -98,8 +98,8 @@ def show(console: Console, name: str, metric: Metric, results: Results) -> None:
         console.print(_line(verdict))
 
 
-def _in_short(lacking: str) -> str:
-    """Return what stands in the table where there are no figures; the rest of it stands below."""
+def _keyword(lacking: str) -> str:
+    """Return the keyword that the table shows in place of figures. The full reason is printed below it."""
     return next((word for word in ("not installed", "not supported", "failed", "left out") if word in lacking), "no")
 
 
@@ -118,7 +118,7 @@ def _line(verdict: Verdict) -> Text:
 
 
 def machine() -> dict[str, Any]:
-    """Name the machine, as far as it matters to the figures."""
+    """Describe the machine, as far as it matters to the figures."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -137,7 +137,7 @@ def machine() -> dict[str, Any]:
 
 
 def describe(about: Mapping[str, Any]) -> str:
-    """Write the machine in one line."""
+    """Return the machine as one line of text."""
     load = "" if about["load"] is None else f", load {about['load']:.1f} at the start"
     return f"{about['cpu']}, {about['cores']} cores, {about['kernel']}, {about['python']}{load}"
 
@@ -146,7 +146,7 @@ def describe(about: Mapping[str, Any]) -> str:
 
 
 def as_json(metric: Metric, results: Results) -> dict[str, Any]:
-    """Return a metric as plain values."""
+    """Return a metric and its results in built-in types, for JSON."""
     return {
         "title": metric.title,
         "subjects": {
@@ -176,7 +176,7 @@ def _plain(summary: Summary, values: Sequence[float]) -> dict[str, Any]:
 
 
 def tally(verdicts: Sequence[Verdict]) -> str:
-    """Count the targets."""
+    """Return how many targets were met, as text."""
     met = sum(verdict.met is True for verdict in verdicts)
     missed = sum(verdict.met is False for verdict in verdicts)
     text = f"{met} of {len(verdicts)} targets met, {missed} missed"

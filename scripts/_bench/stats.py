@@ -1,4 +1,4 @@
-"""Figures out of repeated measurements: medians, ranges, ratios of what was measured side by side."""
+"""Statistics of repeated measurements: medians, ranges, and ratios of values from the same round."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The median of some values with their range."""
+    """The median of some values, and their range."""
 
     median: float
     low: float
@@ -16,17 +16,17 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Summary":
-        """Return the summary of these values; ``ValueError`` for none."""
+        """Return the summary of these values. Raises ``ValueError`` if there are none."""
         if not values:
-            raise ValueError("there is nothing to summarise")
+            raise ValueError("there are no values to summarise")
         return cls(statistics.median(values), min(values), max(values), len(values))
 
 
 def ratio(subject: Sequence[float], base: Sequence[float]) -> Summary:
-    """Return how many times ``base`` the subject is.
+    """Return the subject as a multiple of ``base``.
 
-    Values of one round belong together: what slowed one down, slowed the other down as well. So each round gives one
-    ratio; rounds that only one of the two has are left out.
+    Values of one round belong together: whatever slowed one down also slowed the other. So each round gives one ratio.
+    Rounds that only one of the two has are left out.
     """
     return Summary.of([ours / theirs for ours, theirs in zip(subject, base, strict=False) if theirs])
 
@@ -38,7 +38,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def figure(value: float) -> str:
-    """Write a number with about three digits that mean something."""
+    """Return a number as text, with about three significant digits."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -50,7 +50,7 @@ def figure(value: float) -> str:
 
 
 def with_range(summary: Summary) -> str:
-    """Write a median and its range."""
+    """Return a median and its range as text."""
     if summary.count == 1 or summary.low == summary.high:
         return figure(summary.median)
     return f"{figure(summary.median)} ({figure(summary.low)} - {figure(summary.high)})"

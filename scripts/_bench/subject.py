@@ -1,6 +1,6 @@
-"""The process of one subject: it takes one measurement, tells what it found, and ends.
+"""The process of one subject: it takes one measurement, prints the result, and ends.
 
-Nothing else is imported here than what is measured: a process that others are forked from should be a small one.
+It imports only what it measures, because a process from which others are forked should be small.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from _bench.fleet import NotSupportedError
 from _bench.metrics import SUBJECTS
 
 RESULT = "bench-result "
-"""Begins the line in which it tells what it found."""
+"""Prefix of the line that carries the result."""
 
 
 def run_subject(metric: str, subject: str, options: dict[str, Any]) -> int:
-    """Measure one subject and print what was found, or why nothing was."""
+    """Measure one subject, and print the result or why there is none."""
     try:
         found: dict[str, Any] = {"values": asyncio.run(_take(metric, subject, options))}
     except ImportError as error:
@@ -29,7 +29,7 @@ def run_subject(metric: str, subject: str, options: dict[str, Any]) -> int:
 
 async def _take(metric: str, subject: str, options: dict[str, Any]) -> dict[str, float]:
     if subject.startswith("hermes "):
-        from _bench import hermes  # noqa: PLC0415 - each process loads no more than it measures
+        from _bench import hermes  # noqa: PLC0415 - each process loads only what it measures
 
         return await hermes.take(metric, subject, options)
     from _bench import measure  # noqa: PLC0415

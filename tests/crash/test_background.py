@@ -1,4 +1,4 @@
-"""The turn is over, the work is not: it keeps its worker, up to a cap, and its end is of no turn."""
+"""The turn is over, the work is not: it keeps its worker, up to a cap, and its end is of no turn (CASES C29)."""
 
 import asyncio
 import time
@@ -13,11 +13,11 @@ from hermes_pool import Drained, HermesSessionManager, SessionKey
 from hermes_pool.errors import PoolFullError
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
-from tests.crash.outside import gone, hermes_of, never, process_of, row_of, row_when_stopped
-from tests.support import Faulty, OpenPool, until
+from tests.crash.outside import gone, hermes_of, never, process_of, row_of
+from tests.support import Faulty, OpenPool, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
-QUICK = {"idle_timeout_s": 0.2, "idle_sweep_s": 0.05}
+QUICK = {"timeouts": quick(idle_s=0.2), "sweep_s": 0.05}
 
 
 async def the_sweep_has_passed(pool: HermesSessionManager) -> None:
@@ -51,7 +51,7 @@ async def test_a_worker_is_kept_until_its_job_has_ended_and_the_end_is_told_to_t
         assert (await turn.reply()).text == "2"
     assert await process_of(pool, "c") == worker
     await until(lambda: gone(worker), "the worker to go, now that it is idle")
-    row = await row_when_stopped(pool, "c")
+    row = await row_of(pool, "c")
     assert (row.jobs, row.last_error, len(told)) == ((), None, 1)
 
 
@@ -72,15 +72,17 @@ async def test_a_job_that_ends_in_a_later_turn_is_no_part_of_it(
 async def test_a_job_that_never_ends_is_abandoned_at_the_cap_and_named(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path
 ) -> None:
-    pool = await open_pool(**faulty("works_after_its_turn"), **QUICK, worker_cwd=tmp_path, background_timeout_s=1)
+    pool = await open_pool(
+        **faulty("works_after_its_turn"), worker_cwd=tmp_path, sweep_s=0.05, timeouts=quick(idle_s=0.2, background_s=1)
+    )
     began = time.monotonic()
     await pool.send("c", "job never")
     worker = await process_of(pool, "c")
     await until(lambda: gone(worker), "the worker to go at the cap")
     assert 1 <= time.monotonic() - began < 3
-    row = await row_when_stopped(pool, "c")
-    assert row.jobs == ()
-    assert row.last_error == "work in the background was abandoned (background_timeout_s): job never"
+    row = await row_of(pool, "c")
+    assert (row.state, row.jobs) == ("stopped", ())
+    assert row.last_error == "work in the background was abandoned (timeouts.background_s): job never"
     assert hermes_of(tmp_path / "state", "c")["last_error"] == row.last_error
     assert (await pool.send("c", "/count")).text == "2"
     assert (await row_of(pool, "c")).last_error is None
@@ -114,7 +116,7 @@ async def test_a_worker_is_kept_by_what_its_tools_left_running_and_not_by_its_se
     assert await process_of(pool, "c") == worker
     (tmp_path / "made").touch()
     await until(lambda: gone(worker), "the worker to go, now that it is idle")
-    assert (await row_when_stopped(pool, "c")).last_error is None
+    assert (await row_of(pool, "c")).last_error is None
 
 
 @LAUNCHERS
@@ -122,14 +124,18 @@ async def test_what_a_tool_left_running_is_ended_at_the_cap_and_named(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
 ) -> None:
     pool = await open_pool(
-        **faulty("works_after_its_turn"), **QUICK, worker_cwd=tmp_path, background_timeout_s=1, launcher=launcher
+        **faulty("works_after_its_turn"),
+        worker_cwd=tmp_path,
+        sweep_s=0.05,
+        timeouts=quick(idle_s=0.2, background_s=1),
+        launcher=launcher,
     )
     began = time.monotonic()
     shell = psutil.Process(int((await pool.send("c", "shell never")).text))
     name, worker = shell.name(), await process_of(pool, "c")
     await until(lambda: gone(worker) and gone(shell), "both to go at the cap")
     assert time.monotonic() - began >= 1
-    error = (await row_when_stopped(pool, "c")).last_error or ""
+    error = (await row_of(pool, "c")).last_error or ""
     assert "abandoned" in error
     assert name in error
 
@@ -137,7 +143,7 @@ async def test_what_a_tool_left_running_is_ended_at_the_cap_and_named(
 async def test_who_needs_room_gets_it_when_the_job_has_ended(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path
 ) -> None:
-    pool = await open_pool(**faulty("works_after_its_turn"), worker_cwd=tmp_path, workers_max=1, idle_sweep_s=600)
+    pool = await open_pool(**faulty("works_after_its_turn"), worker_cwd=tmp_path, workers_max=1, sweep_s=600)
     await pool.send("c", "job made")
     sending = asyncio.create_task(pool.send("other", "hello"))
     await until(lambda: pool.pool().waiting == 1, "the other one to stand in line")
@@ -148,7 +154,11 @@ async def test_who_needs_room_gets_it_when_the_job_has_ended(
 
 async def test_who_needs_room_gets_it_at_the_cap(open_pool: OpenPool, faulty: Faulty, tmp_path: Path) -> None:
     pool = await open_pool(
-        **faulty("works_after_its_turn"), worker_cwd=tmp_path, workers_max=1, idle_sweep_s=0.05, background_timeout_s=1
+        **faulty("works_after_its_turn"),
+        worker_cwd=tmp_path,
+        workers_max=1,
+        sweep_s=0.05,
+        timeouts=quick(background_s=1),
     )
     await pool.send("c", "job never")
     began = time.monotonic()
@@ -159,7 +169,7 @@ async def test_who_needs_room_gets_it_at_the_cap(open_pool: OpenPool, faulty: Fa
 
 async def test_who_cannot_wait_so_long_is_told(open_pool: OpenPool, faulty: Faulty, tmp_path: Path) -> None:
     pool = await open_pool(
-        **faulty("works_after_its_turn"), worker_cwd=tmp_path, workers_max=1, wait_timeout_s=0.2, idle_sweep_s=0.05
+        **faulty("works_after_its_turn"), worker_cwd=tmp_path, workers_max=1, timeouts=quick(wait_s=0.2), sweep_s=0.05
     )
     await pool.send("c", "job never")
     worker = await process_of(pool, "c")
@@ -228,8 +238,8 @@ async def test_a_command_that_hermes_runs_in_the_background_keeps_its_worker(
     call = f'[call terminal {{"command": "{command}", "background": true}}]'
     with ScriptedModel() as model:
         pool = await open_pool(
-            agent="hermes", hermes_home=write_hermes_home(tmp_path / "hermes", model.url), **QUICK,
-            start_timeout_s=60, on_background=lambda *what: told.append(what),
+            agent="hermes", hermes_home=write_hermes_home(tmp_path / "hermes", model.url), sweep_s=0.05,
+            timeouts=quick(idle_s=0.2, start_s=60), on_background=lambda *what: told.append(what),
         )  # fmt: skip
         await pool.send("c", call)
         worker = await process_of(pool, "c")
@@ -244,4 +254,4 @@ async def test_a_command_that_hermes_runs_in_the_background_keeps_its_worker(
         assert message.result.startswith("exit code 0: ")
         assert message.result.endswith("it is made")
         await until(lambda: gone(worker), "the worker to go, now that it is idle")
-        assert (await row_when_stopped(pool, "c")).last_error is None
+        assert (await row_of(pool, "c")).last_error is None

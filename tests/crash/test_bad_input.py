@@ -1,4 +1,4 @@
-"""Ids, messages and stored state that nobody wants, and what is stored of good ones."""
+"""Ids, messages and stored state as nobody wants them, and what is stored of good ones (CASES C45)."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import pytest
 from hermes_pool import manager
 from hermes_pool.errors import InvalidKeyError, MessageTooLargeError
 from tests.crash.outside import gone, hermes_of, never, process_of, put_agent_state, raw_agent_state, row_of, sql
-from tests.support import Faulty, OpenPool, children, until
+from tests.support import Faulty, OpenPool, children, quick, until
 
 MIB = 1024 * 1024
 
@@ -123,7 +123,7 @@ async def test_nested_values_are_stored_anew_after_each_turn(
     state = tmp_path / "state"
     put_agent_state(state, "c", start)
     before = json.loads(start or "null") or {}
-    pool = await open_pool(idle_sweep_s=60.0)
+    pool = await open_pool(sweep_s=60.0)
     seen_at = ""
     for number in range(1, 6):
         reply = await pool.send("c", f"message {number}")
@@ -180,7 +180,7 @@ async def test_a_state_that_cannot_be_understood_is_left_as_it_is_and_the_conver
     state = tmp_path / "state"
     put_agent_state(state, "c", CORRUPT[kind])
     before = raw_agent_state(state, "c")  # the column's affinity makes a number of a number
-    pool = await open_pool(idle_timeout_s=0.2, idle_sweep_s=0.1)
+    pool = await open_pool(timeouts=quick(idle_s=0.2), sweep_s=0.1)
     assert (await pool.send("c", "hello")).text == "hello"
     await pool.send("other", "hello")
     worker, other = await process_of(pool, "c"), await process_of(pool, "other")
@@ -202,7 +202,7 @@ async def test_a_state_that_is_mended_is_written_again_and_its_worker_let_go(
 ) -> None:
     state = tmp_path / "state"
     put_agent_state(state, "c", "[1]")
-    pool = await open_pool(idle_timeout_s=0.2, idle_sweep_s=0.1)
+    pool = await open_pool(timeouts=quick(idle_s=0.2), sweep_s=0.1)
     first = await pool.send("c", "hello")
     worker = await process_of(pool, "c")
     sql(state, "UPDATE conversation SET agent_state = ? WHERE id = 'c'", '{"list": [1]}')

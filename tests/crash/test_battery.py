@@ -15,20 +15,19 @@ import time
 from collections.abc import Awaitable
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any
 
 import psutil
 import pytest
 
-from hermes_pool import HermesSessionManager, Turn
+from hermes_pool import HermesSessionManager, RestartPolicy
 from hermes_pool.errors import RestartBackoffError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
 from tests.crash.outside import gone, lines, never, process_of, row_of
-from tests.support import FAULTY, Faulty, OpenPool, known, until
+from tests.support import FAULTY, Faulty, OpenPool, quick, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and the process table as Linux has them")
 
-T = TypeVar("T")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 
 
@@ -40,7 +39,7 @@ def ms(seconds: list[float]) -> str:
     return f"{median(seconds) * 1000:.0f} ms (at most {max(seconds) * 1000:.0f})"
 
 
-async def timed(work: Awaitable[T], took: list[float]) -> T:
+async def timed(work: Awaitable[Any], took: list[float]) -> Any:
     began = time.monotonic()
     try:
         async with asyncio.timeout(20):
@@ -49,7 +48,7 @@ async def timed(work: Awaitable[T], took: list[float]) -> T:
         took.append(time.monotonic() - began)
 
 
-async def in_turn(pool: HermesSessionManager, conversation_id: str, text: str) -> Turn:
+async def in_turn(pool: HermesSessionManager, conversation_id: str, text: str) -> Any:
     """Begin a turn of ``waits_for_cancel`` and wait until its worker is at it."""
     turn = await pool.turn(conversation_id, text).__aenter__()
     assert isinstance(await anext(turn), wire.Status)
@@ -91,14 +90,19 @@ async def test_kill_the_worker_running_a_while_b_runs(open_pool: OpenPool, fault
         assert await process_of(pool, "a") != worker_of_a
         assert (b.outcome, b.attempt) == (None, 1)
     assert await process_of(pool, "b") == worker_of_b
-    assert known(await b.cancel()).outcome == "interrupted"
+    assert (await b.cancel()).outcome == "interrupted"
     assert max(took) < 5
     told("kill the worker running A while B runs (n=5)", launcher, f"A is answered after {ms(took)}; B undisturbed")
 
 
 @LAUNCHERS
 async def test_kill_worker_with_a_call_in_flight(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
-    pool = await open_pool(**faulty("waits_for_cancel"), launcher=launcher, replay="never", restarts_max=0)
+    pool = await open_pool(
+        **faulty("waits_for_cancel"),
+        launcher=launcher,
+        replay="never",
+        restarts=RestartPolicy(replacements_per_turn_max=0),
+    )
     errors: list[float] = []
     following: list[float] = []
     for number in range(3):
@@ -117,7 +121,9 @@ async def test_kill_worker_with_a_call_in_flight(open_pool: OpenPool, faulty: Fa
 async def test_kill_every_worker_again_and_again(
     open_pool: OpenPool, faulty: Faulty, launcher: str, tmp_path: Path
 ) -> None:
-    pool = await open_pool(**faulty("waits_for_cancel"), worker_cwd=tmp_path, launcher=launcher, quarantine_after=0)
+    pool = await open_pool(
+        **faulty("waits_for_cancel"), worker_cwd=tmp_path, launcher=launcher, restarts=RestartPolicy(quarantine_after=0)
+    )
     await asyncio.gather(*(pool.send(name, "hello") for name in "abc"))
     for name in "abc":
         (await process_of(pool, name)).kill()
@@ -160,7 +166,7 @@ async def _all_stopped(pool: HermesSessionManager) -> bool:
 @LAUNCHERS
 async def test_sigstop_the_busy_worker_defaults(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
     """The defaults are too long for a test: the same limit, 60 times shorter."""
-    pool = await open_pool(**faulty("waits_for_cancel"), launcher=launcher, sample_s=0.1, wedged_after_s=1.0)
+    pool = await open_pool(**faulty("waits_for_cancel"), launcher=launcher, sample_s=0.1, timeouts=quick(wedged_s=1.0))
     seen: list[float] = []
     took: list[float] = []
     for _ in range(2):
@@ -186,7 +192,9 @@ async def _health(pool: HermesSessionManager, conversation_id: str, health: str)
 @LAUNCHERS
 async def test_sigstop_the_busy_worker_own_limit_on(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
     pool = await open_pool(
-        **faulty("waits_for_cancel"), launcher=launcher, progress_timeout_s=0.5, close_grace_s=0.2, term_grace_s=0.2
+        **faulty("waits_for_cancel"),
+        launcher=launcher,
+        timeouts=quick(progress_s=0.5, close_grace_s=0.2, term_grace_s=0.2),
     )
     took: list[float] = []
     for number in range(2):
@@ -195,7 +203,7 @@ async def test_sigstop_the_busy_worker_own_limit_on(open_pool: OpenPool, faulty:
         worker.suspend()
         with pytest.raises(TurnTimeoutError) as caught:
             await timed(turn.reply(), took)
-        assert caught.value.limit == "progress_timeout_s"
+        assert caught.value.limit == "timeouts.progress_s"
         await until(lambda: gone(worker), "the worker to be killed", 2)  # noqa: B023
         assert (await pool.send("c", "/count")).text == str(number + 1)
     assert max(took) < 0.5 + 0.4 + 1.5
@@ -289,7 +297,10 @@ async def test_polite_close(open_pool: OpenPool, faulty: Faulty, launcher: str, 
     took: list[float] = []
     for number in range(3):
         pool = await open_pool(
-            **faulty(agent), launcher=launcher, close_grace_s=0.3, term_grace_s=0.3, state_dir=tmp_path / str(number)
+            **faulty(agent),
+            launcher=launcher,
+            timeouts=quick(close_grace_s=0.3, term_grace_s=0.3),
+            state_dir=tmp_path / str(number),
         )
         tool = psutil.Process(int((await pool.send("c", text)).text))
         worker = await process_of(pool, "c")
@@ -316,7 +327,9 @@ async def test_300_kb_on_stderr(open_pool: OpenPool, faulty: Faulty, launcher: s
 @LAUNCHERS
 async def test_child_stops_reading_200_kb_queued(open_pool: OpenPool, faulty: Faulty, launcher: str) -> None:
     pool = await open_pool(
-        **faulty("reads_no_more"), launcher=launcher, progress_timeout_s=1.5, close_grace_s=0.2, term_grace_s=0.2
+        **faulty("reads_no_more"),
+        launcher=launcher,
+        timeouts=quick(progress_s=1.5, close_grace_s=0.2, term_grace_s=0.2),
     )
     await pool.send("2nd", "hello")
     async with pool.turn("3rd", "read no more and ask") as third:

@@ -1,4 +1,4 @@
-"""Cases from public bug reports of similar systems that no other file here is about."""
+"""Cases of public bug reports that no other file here is about (CASES C13, C18, C32, C37, C38, C42, C54)."""
 
 import asyncio
 import contextlib
@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hermes_pool import RestartPolicy
 from hermes_pool.control import client, messages
 from hermes_pool.errors import (
     HermesPoolError,
@@ -32,14 +33,14 @@ from hermes_pool.errors import (
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
 from tests.crash.test_kill_points import UNBOUNDED
-from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, Pool, until
+from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, Pool, quick, until
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 TROUBLE = ("Event loop is closed", "was destroyed", "never retrieved", "never awaited", "ResourceWarning")
 
 
-# --- signals hit the wrapper, or the whole house ---
+# --- C13: signals hit the wrapper, or the whole house ---
 
 
 WRAPPER = """\
@@ -63,7 +64,7 @@ def wrapped(tmp_path: Path) -> dict[str, Any]:
 async def test_a_worker_behind_a_wrapper_goes_with_its_wrapper(
     open_pool: OpenPool, faulty: Faulty, wrapped: dict[str, Any], end: str, launcher: str
 ) -> None:
-    pool = await open_pool(**faulty("deaf_to_cancel"), **wrapped, launcher=launcher, close_grace_s=0.3)
+    pool = await open_pool(**faulty("deaf_to_cancel"), **wrapped, launcher=launcher, timeouts=quick(close_grace_s=0.3))
     await pool.send("c", "hello")
     wrapper = await process_of(pool, "c")
     (worker,) = wrapper.children()
@@ -94,7 +95,9 @@ async def test_no_group_is_ever_signalled_even_if_the_worker_shares_the_host_s(
     monkeypatch.setattr(os, "killpg", never_this)
     monkeypatch.setattr(os, "kill", never_this)
     monkeypatch.setattr(subprocess, "Popen", without_a_session)
-    pool = await open_pool(**faulty("deaf_to_everything"), launcher=launcher, close_grace_s=0.2, term_grace_s=0.2)
+    pool = await open_pool(
+        **faulty("deaf_to_everything"), launcher=launcher, timeouts=quick(close_grace_s=0.2, term_grace_s=0.2)
+    )
     await pool.send("c", "hello")
     worker = await process_of(pool, "c")
     if launcher == "spawn":
@@ -105,7 +108,7 @@ async def test_no_group_is_ever_signalled_even_if_the_worker_shares_the_host_s(
     assert gone(worker)
 
 
-# --- looking at processes must not break or block ---
+# --- C18: looking at processes must not break or block ---
 
 
 @LAUNCHERS
@@ -180,13 +183,13 @@ async def test_what_cannot_be_read_is_unknown_and_kills_nobody(
         assert (row.health, row.restart_count) == ("alive", 0)
 
 
-# --- silent and working versus silent and stuck ---
+# --- C32: silent and working versus silent and stuck ---
 
 
 async def test_a_tool_and_a_question_may_be_silent_for_longer_than_the_limit_of_silence(
     open_pool: OpenPool, obedient: Obedient
 ) -> None:
-    pool = await open_pool(**obedient.settings(), progress_timeout_s=0.4, turn_timeout_s=20)
+    pool = await open_pool(**obedient.settings(), timeouts=quick(progress_s=0.4, turn_s=20))
     tool = asyncio.create_task(pool.send("tool", "tool_then_wait done"))
     await until(lambda: "begun tool_then_wait done" in obedient.marks(), "the tool to run")
     async with pool.turn("question", "ask whether") as turn:
@@ -205,7 +208,9 @@ async def test_a_turn_that_shows_nothing_ends_at_the_limit_of_silence_and_frees_
     open_pool: OpenPool, faulty: Faulty, launcher: str
 ) -> None:
     pool = await open_pool(
-        **faulty("deaf_to_cancel"), progress_timeout_s=0.5, close_grace_s=0.2, term_grace_s=0.2, launcher=launcher
+        **faulty("deaf_to_cancel"),
+        timeouts=quick(progress_s=0.5, close_grace_s=0.2, term_grace_s=0.2),
+        launcher=launcher,
     )
     await pool.send("c", "hello")
     worker = await process_of(pool, "c")
@@ -213,13 +218,13 @@ async def test_a_turn_that_shows_nothing_ends_at_the_limit_of_silence_and_frees_
     with pytest.raises(TurnTimeoutError) as caught:
         await pool.send("c", "do not listen")
     assert 0.5 <= time.monotonic() - began < 0.5 + 0.4 + 1
-    assert caught.value.limit == "progress_timeout_s"
+    assert caught.value.limit == "timeouts.progress_s"
     assert (await pool.send("c", "/count")).text == "2"
     assert gone(worker)
 
 
 async def test_a_turn_that_talks_for_ever_ends_at_the_limit_of_the_turn(open_pool: OpenPool, faulty: Faulty) -> None:
-    pool = await open_pool(**faulty("talks_for_ever"), progress_timeout_s=0.3, turn_timeout_s=1.0)
+    pool = await open_pool(**faulty("talks_for_ever"), timeouts=quick(progress_s=0.3, turn_s=1.0))
     await pool.send("c", "hello")
     worker = await process_of(pool, "c")
     began = time.monotonic()
@@ -229,20 +234,21 @@ async def test_a_turn_that_talks_for_ever_ends_at_the_limit_of_the_turn(open_poo
             await turn.reply()
     assert len(spoken) > 5
     assert 1.0 <= time.monotonic() - began < 2.0
-    assert caught.value.limit == "turn_timeout_s"
+    assert caught.value.limit == "timeouts.turn_s"
     assert (await pool.send("c", "/count")).text == "2"
     assert await process_of(pool, "c") == worker  # it obeyed
 
 
-# --- shutdown that ends ---
+# --- C37: shutdown that ends ---
 
 
 HOST = """
     import asyncio, json, os, sys
-    from hermes_pool import HermesSessionManager, PoolSettings
+    from hermes_pool import HermesSessionManager, PoolSettings, Timeouts
 
     async def main():
-        settings = PoolSettings(**json.loads(sys.argv[1]))
+        given = json.loads(sys.argv[1])
+        settings = PoolSettings(**given, timeouts=Timeouts(close_grace_s=1.0, term_grace_s=0.5))
         pool = await HermesSessionManager(settings).__aenter__()
         for name in "abc":
             await pool.send(name, "hello")
@@ -275,7 +281,7 @@ class Host:
         (folder / "host.py").write_text(textwrap.dedent(HOST))
         settings = {
             "agent": "marks_signals:Agent", "agent_paths": [str(FAULTY)], "state_dir": str(folder / "state"),
-            "worker_cwd": str(folder), "launcher": launcher, "close_grace_s": 1.0, "term_grace_s": 0.5,
+            "worker_cwd": str(folder), "launcher": launcher,
         }  # fmt: skip
         self.terminal, slave = pty.openpty()
         self.popen = subprocess.Popen(
@@ -372,7 +378,7 @@ async def test_a_close_in_the_middle_of_a_start_is_bounded_and_told(
     assert complained == []
 
 
-# --- Ctrl-C reaches everyone ---
+# --- C38: Ctrl-C reaches everyone ---
 
 
 @LAUNCHERS
@@ -423,7 +429,7 @@ async def test_when_the_terminal_is_closed_no_worker_sees_it_and_none_is_left(
     assert "SIGHUP" not in lines(tmp_path / "marks")
 
 
-# --- the kernel's answer to growth (the limits of memory are in test_stuck_workers) ---
+# --- C42: the kernel's answer to growth (its limits are in test_caretaker.py) ---
 
 
 @LAUNCHERS
@@ -456,7 +462,7 @@ async def test_with_room_for_five_eight_conversations_are_served_and_the_busy_on
     assert (await busy).restarts == 0
 
 
-# --- what other systems lack ---
+# --- C54: what other systems lack ---
 
 
 async def test_a_loop_that_cannot_start_processes_is_named_with_the_remedy(
@@ -494,7 +500,11 @@ async def test_no_process_is_probed_with_os_kill(
 async def test_without_sigkill_a_death_is_told_and_a_worker_that_breaks_the_protocol_is_ended(
     open_pool: OpenPool, instead_of_python: FaultyProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = await open_pool(**instead_of_python("sends_bogus_bytes"), launcher="portable", restarts_max=0)
+    pool = await open_pool(
+        **instead_of_python("sends_bogus_bytes"),
+        launcher="portable",
+        restarts=RestartPolicy(replacements_per_turn_max=0),
+    )
     with monkeypatch.context() as patch:
         patch.delattr(signal, "SIGKILL")
         with pytest.raises(WorkerCrashedError, match="broke the protocol"):

@@ -1,4 +1,4 @@
-"""Workers that die: between turns, in a turn, again, and with what they leave behind."""
+"""Workers that die: between turns, in a turn, again, and with what they leave behind (CASES C08, C22)."""
 
 import asyncio
 import os
@@ -9,10 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
+from hermes_pool.conversation import active_turn
 from hermes_pool.errors import AgentFailedError, TurnInterruptedError, WorkerCrashedError
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, gone_pid, hermes_of, lines, process_of, row_of
-from tests.support import Faulty, FaultyProgram, OpenPool, until
+from tests.support import Faulty, FaultyProgram, OpenPool, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 MIB = 1024 * 1024
@@ -273,11 +274,10 @@ async def test_a_reply_that_was_written_is_delivered_although_its_worker_died(
 
 
 async def test_a_written_reply_is_delivered_to_a_slow_reader_as_well(
-    open_pool: OpenPool, instead_of_python: FaultyProgram, tmp_path: Path
+    open_pool: OpenPool, instead_of_python: FaultyProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = await open_pool(
-        **instead_of_python("replies_then_dies"), worker_cwd=tmp_path, launcher="spawn", events_waiting_max=2
-    )
+    monkeypatch.setattr(active_turn, "EVENTS_WAITING_MAX", 2)
+    pool = await open_pool(**instead_of_python("replies_then_dies"), worker_cwd=tmp_path, launcher="spawn")
     async with pool.turn("c", "long") as turn:
         worker = await until(lambda: lines(tmp_path / "starts"), "the start")
         await until(lambda: gone_pid(int(worker[0])), "the worker to have written all and to be dead")
@@ -306,8 +306,7 @@ async def test_a_tool_with_a_session_of_its_own_is_gone_with_its_worker(
     pool = await open_pool(
         **faulty("leaves_tools_behind"),
         launcher=launcher,
-        idle_timeout_s=0.2 if end == "idle" else 900.0,
-        background_timeout_s=0,
+        timeouts=quick(idle_s=0.2 if end == "idle" else 900.0, background_s=0),
     )
     await pool.send("other", "hello")
     tool = psutil.Process(int((await pool.send("c", "start a tool")).text))

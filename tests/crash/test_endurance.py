@@ -11,14 +11,14 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import pytest
 
-from tests.support import OpenPool, alive, children, descriptors, known, until
+from tests.support import OpenPool, alive, children, descriptors, quick, until
 
 AGENTS = str(Path(__file__).parent.parent / "integration" / "agents")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -31,7 +31,9 @@ CYCLES_AT_ONCE = 10
 async def test_starts_and_ends_of_all_kinds_leave_nothing(
     open_pool: OpenPool, launcher: str, cycles: int, tmp_path: Path
 ) -> None:
-    pool = await open_pool(launcher=launcher, agent_options={"durable": False}, idle_timeout_s=1000, workers_max=32)
+    pool = await open_pool(
+        launcher=launcher, agent_options={"durable": False}, timeouts=quick(idle_s=1000), workers_max=32
+    )
 
     async def cycle(number: int) -> None:
         name = f"c{number}"
@@ -43,7 +45,7 @@ async def test_starts_and_ends_of_all_kinds_leave_nothing(
             case 1:
                 assert await session.hibernate(0.0)
             case 2:
-                os.kill(known(session.snapshot().pid), signal.SIGKILL)
+                os.kill(session.snapshot().pid, signal.SIGKILL)  # type: ignore[arg-type]
                 await until(lambda: session.at_rest, "the death to be seen")
 
     async def cycles_from(first: int) -> None:
@@ -101,7 +103,7 @@ HOST = """
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def host(tmp_path: Path) -> Any:
     """Start a program as a host of its own; whatever is below it is ended at last."""
     started: list[subprocess.Popen[str]] = []
 
@@ -185,7 +187,7 @@ async def test_two_hundred_starts_beside_threads_that_log(open_pool: OpenPool, l
     for thread in threads:
         thread.start()
     try:
-        pool = await open_pool(launcher=launcher, workers_max=25, start_timeout_s=15)
+        pool = await open_pool(launcher=launcher, workers_max=25, timeouts=quick(start_s=15))
         for first in range(0, 200, 25):
             names = [f"c{number}" for number in range(first, first + 25)]
             with warnings.catch_warnings():
@@ -200,7 +202,7 @@ async def test_two_hundred_starts_beside_threads_that_log(open_pool: OpenPool, l
 
 @LAUNCHERS
 async def test_a_forked_sibling_that_holds_the_pipes_does_not_keep_a_worker(open_pool: OpenPool, launcher: str) -> None:
-    pool = await open_pool(launcher=launcher, close_grace_s=1.0)
+    pool = await open_pool(launcher=launcher, timeouts=quick(close_grace_s=1.0))
     await pool.send("c", "hi")
     (row,) = await pool.sessions()
     fork = multiprocessing.get_context("fork")
@@ -224,14 +226,14 @@ async def test_a_forked_sibling_that_holds_the_pipes_does_not_keep_a_worker(open
 
 CONTAINER = """
     import asyncio, ctypes, json, os, psutil, signal, sys, time
-    from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings
+    from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings, RestartPolicy
 
     async def main():
         state, agents, launcher = sys.argv[1:]
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans come to this process, as they do to process 1
         settings = PoolSettings(
-            agent="forker:Agent", agent_paths=(agents,), state_dir=state, launcher=launcher, restarts_max=0,
-            restarts_in_window_max=1000, quarantine_after=0,
+            agent="forker:Agent", agent_paths=(agents,), state_dir=state, launcher=launcher,
+            restarts=RestartPolicy(replacements_per_turn_max=0, deaths_in_window_max=1000, quarantine_after=0),
         )
         async with HermesSessionManager(settings) as pool:
             await pool.send("c", "double-fork 200")

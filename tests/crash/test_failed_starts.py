@@ -1,4 +1,4 @@
-"""Workers that cannot start, or never get ready, and settings that name what is not there."""
+"""Workers that cannot start, or never get ready (CASES C20), and settings that name what is not there."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from hermes_pool.errors import (
     WorkerUnusableError,
 )
 from tests.crash.outside import complaints, gone, gone_pid, hermes_of, lines, longest_stall, process_of, row_of
-from tests.support import Faulty, FaultyProgram, OpenPool, until
+from tests.support import Faulty, FaultyProgram, OpenPool, quick, until
 
 Fault = Callable[[Faulty, FaultyProgram, Path], dict[str, Any]]
 
@@ -82,7 +82,7 @@ async def test_a_worker_that_does_not_start_is_one_clean_error_in_time(  # noqa:
     fault, kind, step, words, starts = FAULTS[name]
     healthy = await open_pool(state_dir=tmp_path / "other")
     await healthy.send("other", "hello")
-    settings = {"worker_cwd": tmp_path, "start_timeout_s": LIMIT_S, "launcher": launcher}
+    settings = {"worker_cwd": tmp_path, "timeouts": quick(start_s=LIMIT_S), "launcher": launcher}
     pool = await open_pool(**{**settings, **fault(faulty, instead_of_python, tmp_path)})
     async with longest_stall() as stall:
         began = time.monotonic()
@@ -257,7 +257,7 @@ async def test_a_wrapper_that_stays_the_parent_is_killed_with_its_worker(open_po
 
 @LAUNCHERS
 async def test_a_start_that_runs_out_of_descriptors_at_any_point_is_clean(open_pool: OpenPool, launcher: str) -> None:
-    pool = await open_pool(launcher=launcher, close_grace_s=5.0)
+    pool = await open_pool(launcher=launcher, timeouts=quick(close_grace_s=5.0))
     await pool.send("other", "hello")
     ends: dict[int, Any] = {}
     with complaints() as complained:

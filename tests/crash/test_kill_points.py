@@ -20,18 +20,21 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from hermes_pool import HermesPoolError, Reply
-from hermes_pool.conversation.session import Session
-from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerStartError
+from hermes_pool import HermesPoolError, Reply, RestartPolicy, StartPolicy
+from hermes_pool.conversation.worker_slot import WorkerSlot
+from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerDiedError, WorkerStartError
 from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, lines, process_of, row_of
-from tests.support import Faulty, FaultyProgram, OpenPool, Pool, known, until
+from tests.support import Faulty, FaultyProgram, OpenPool, Pool, quick, until
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
-UNBOUNDED = {"quarantine_after": 0, "restarts_in_window_max": 1000, "start_failures_max": 1000}
+UNBOUNDED = {
+    "restarts": RestartPolicy(quarantine_after=0, deaths_in_window_max=1000),
+    "starts": StartPolicy(failures_max=1000),
+}
 """No breaker may hide what happens at the next death."""
 TOOL = "use a tool"
 
@@ -41,7 +44,7 @@ class Ended:
     """How a turn ended, and what its caller saw of it."""
 
     outcome: Reply | HermesPoolError
-    events: list[wire.Event]
+    events: list[wire.TurnEvent]
 
     @property
     def attempts(self) -> set[int]:
@@ -49,7 +52,7 @@ class Ended:
 
 
 async def turn_of(pool: Pool, text: str, name: str = "c") -> Ended:
-    events: list[wire.Event] = []
+    events: list[wire.TurnEvent] = []
     try:
         async with pool.turn(name, text) as turn:
             async for event in turn:
@@ -183,7 +186,7 @@ class Expected:
         else:
             assert type(outcome) is (self.error or self.or_error)
             assert outcome.conversation_id == conversation_id
-        if isinstance(outcome, WorkerCrashedError):
+        if isinstance(outcome, WorkerDiedError):
             assert outcome.returncode == -signal.SIGKILL
             assert outcome.report is not None
             assert outcome.report.report_id in str(outcome)
@@ -325,7 +328,7 @@ async def test_a_worker_that_is_dead_before_it_is_taken_over(
             await open_connection(connection, *arguments)
             if not doomed:
                 doomed.append(connection)
-                process = psutil.Process(known(connection.process).pid)
+                process = psutil.Process(connection.process.pid)  # type: ignore[union-attr]
                 process.kill()
                 _until_dead_without_a_turn_of_the_loop(process)
 
@@ -350,16 +353,17 @@ async def test_a_replacement_that_dies_the_moment_it_is_taken_over_ends_the_turn
         await pool.send("c", "hello")
         (tmp_path / "before TextDelta").touch()
         killed: list[psutil.Process] = []
-        worker_ready = Session.worker_ready
+        take = WorkerSlot._take
 
-        def ready_and_killed(session: Session, opened: wire.Opened) -> None:
-            worker_ready(session, opened)
+        def taken_and_killed(slot: WorkerSlot, connection: WorkerConnection) -> wire.Opened:
+            opened = take(slot, connection)
             if not killed:
-                killed.append(psutil.Process(known(known(session.slot.connection).process).pid))
+                killed.append(psutil.Process(connection.process.pid))  # type: ignore[union-attr]
                 killed[0].kill()
                 _until_dead_without_a_turn_of_the_loop(killed[0])
+            return opened
 
-        monkeypatch.setattr(Session, "worker_ready", ready_and_killed)
+        monkeypatch.setattr(WorkerSlot, "_take", taken_and_killed)
         ending = asyncio.create_task(turn_of(pool, "work"))
         behind = [asyncio.create_task(pool.send("c", f"behind {number}")) for number in range(2)]
         ended = await asyncio.wait_for(ending, 10)
@@ -390,7 +394,9 @@ async def test_the_real_hermes_killed_in_a_reply_in_a_tool_and_at_rest_has_the_r
 ) -> None:
     with ScriptedModel() as model:
         home = write_hermes_home(tmp_path / "hermes", model.url)
-        pool = await open_pool(agent="hermes", hermes_home=home, launcher="zygote", start_timeout_s=60, **UNBOUNDED)
+        pool = await open_pool(
+            agent="hermes", hermes_home=home, launcher="zygote", timeouts=quick(start_s=60), **UNBOUNDED
+        )
         await pool.send("c", "I am Ada.")
         worker = await process_of(pool, "c")
         async with pool.turn("c", "[slow 8] once") as turn:
@@ -459,7 +465,7 @@ async def test_a_worker_killed_while_it_goes_dormant_is_no_crash(
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
 ) -> None:
     pool = await open_pool(
-        **faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher, idle_timeout_s=0.2
+        **faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher, timeouts=quick(idle_s=0.2)
     )
 
     async def killed_at(name: str, point: str) -> None:
@@ -490,7 +496,7 @@ async def test_a_worker_killed_while_its_metadata_is_being_saved(
 ) -> None:
     pool = await open_pool(
         **faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher,
-        idle_timeout_s=0.3 if saved_by == "sweep" else 900.0,
+        timeouts=quick(idle_s=0.3 if saved_by == "sweep" else 900.0),
     )  # fmt: skip
     saving, go_on = asyncio.Event(), asyncio.Event()
     save = pool._store.save

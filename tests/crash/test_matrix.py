@@ -30,10 +30,10 @@ from hermes_pool.errors import (
     WorkerStartTimeoutError,
     WorkerUnusableError,
 )
-from hermes_pool.lifecycle import Event, State, after
+from hermes_pool.lifecycle import WORKER, WorkerChange, WorkerState
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, process_of, row_of
-from tests.support import FAULTY, Faulty, FaultyProgram, OpenPool, Pool, until
+from tests.support import FAULTY, Faulty, FaultyProgram, OpenPool, Pool, quick, until
 
 PROGRAMS_LEAST = 30
 LINES_MOST = 25
@@ -73,7 +73,7 @@ class Row:
     """What is said to it one after the other, and how each turn ends: its reply, or its exact error."""
     path: str
     """The way of its session up to there."""
-    state: State = State.IDLE
+    state: WorkerState = WorkerState.IDLE
     """Where that has led to, as ``sessions()`` tells it."""
     kill: bool = False
     """Whether its worker is killed then, from outside."""
@@ -99,7 +99,7 @@ def crashes(*texts: str, **more: Any) -> Row:
     return Row(
         turns=dict.fromkeys(texts, WorkerCrashedError),
         path=" ".join([TWICE] * len(texts)),
-        state=State.STOPPED,
+        state=WorkerState.STOPPED,
         restarts=len(texts) * 2 - 1,
         **more,
     )
@@ -110,7 +110,7 @@ def cannot_start(error: type[HermesPoolError], tries: int, again: type[HermesPoo
     return Row(
         turns={"hello": error},
         path=FAILED,
-        state=State.FAILED,
+        state=WorkerState.FAILED,
         failed_tries=tries,
         then=("hello again", again),
         then_path="" if issubclass(again, PoolUnavailableError) else FAILED,
@@ -137,10 +137,10 @@ ROWS: dict[str, Row] = {
     "deaf_to_cancel": Row(
         turns={"do not listen": TurnTimeoutError},
         path=f"{READY} {FORCED}",
-        state=State.STOPPED,
-        settings={"turn_timeout_s": 0.3, **DEAF},
+        state=WorkerState.STOPPED,
+        settings={"timeouts": quick(turn_s=0.3, **DEAF)},
     ),
-    "deaf_to_everything": harmless("hello", how="killed", settings=DEAF),
+    "deaf_to_everything": harmless("hello", how="killed", settings={"timeouts": quick(**DEAF)}),
     "dies_after_tool": Row(
         turns={"send the mail": TurnInterruptedError}, path=f"{READY} {LOST} {READY}", restarts=1
     ),
@@ -164,7 +164,7 @@ ROWS: dict[str, Row] = {
     "floods_stderr": Row(
         turns={"one line": "one line", "one line/die": WorkerCrashedError},
         path=f"{READY} {TURN} {LOST} {READY} {LOST}",
-        state=State.STOPPED,
+        state=WorkerState.STOPPED,
         restarts=1,
         then=("one line", "one line"),
     ),
@@ -173,27 +173,27 @@ ROWS: dict[str, Row] = {
         "flood/wire/20", files={"flood": bytes(wire.encode(wire.TextDelta("nobody's", 1, "x"))) * 1000}
     ),
     "forks_a_helper": Row(
-        turns={"fork": Ends.TELLS_A_PID}, kill=True, path=f"{READY} {TURN} died", state=State.STOPPED
+        turns={"fork": Ends.TELLS_A_PID}, kill=True, path=f"{READY} {TURN} died", state=WorkerState.STOPPED
     ),
     "greets_instead_of_hello": cannot_start(WorkerStartError, 2, WorkerStartError, is_worker=True),
     "hangs_or_grows": Row(
         turns={"deadlock": TurnTimeoutError},
         path=f"{READY} {FORCED}",
-        state=State.STOPPED,
-        settings={"turn_timeout_s": 0.3, **DEAF},
+        state=WorkerState.STOPPED,
+        settings={"timeouts": quick(turn_s=0.3, **DEAF)},
     ),
     "holds_the_gil": Row(
         turns={"hold": TurnTimeoutError},
         path=f"{READY} {FORCED}",
-        state=State.STOPPED,
-        settings={"turn_timeout_s": 0.3, **DEAF},
+        state=WorkerState.STOPPED,
+        settings={"timeouts": quick(turn_s=0.3, **DEAF)},
     ),
     "ignores_sigterm_beside_a_tool": Row(
         turns={"hello": Ends.TELLS_A_PID},
         path=f"{READY} {TURN}",
         then=("hello again", Ends.TELLS_A_PID),
         how="killed",
-        settings=DEAF,
+        settings={"timeouts": quick(**DEAF)},
     ),
     "keeps_a_thread": harmless("hello"),
     "leaves_a_shell_running": Row(
@@ -209,18 +209,18 @@ ROWS: dict[str, Row] = {
     "marks_signals": Row(turns={"wait": Ends.WHEN_CANCELLED}, path=f"{READY} {TURN}"),
     "needs_what_is_not_installed": cannot_start(WorkerUnusableError, 1, PoolUnusableError),
     "never_opens": cannot_start(
-        WorkerStartTimeoutError, 1, WorkerStartTimeoutError, settings={"start_timeout_s": 0.6}
+        WorkerStartTimeoutError, 1, WorkerStartTimeoutError, settings={"timeouts": quick(start_s=0.6)}
     ),
     "never_says_hello": cannot_start(
-        WorkerStartTimeoutError, 1, WorkerStartTimeoutError, settings={"start_timeout_s": 0.5}, is_worker=True
+        WorkerStartTimeoutError, 1, WorkerStartTimeoutError, settings={"timeouts": quick(start_s=0.5)}, is_worker=True
     ),
     "prints_emoji": harmless("hello"),
     "prints_on_the_wire": harmless("hello", "and more"),
     "reads_no_more": Row(
         turns={"read no more": "deaf from here on", "x" * 200_000: TurnTimeoutError},
         path=f"{READY} {TURN} {FORCED}",
-        state=State.STOPPED,
-        settings={"progress_timeout_s": 0.4, **DEAF},
+        state=WorkerState.STOPPED,
+        settings={"timeouts": quick(progress_s=0.4, **DEAF)},
     ),
     "repeats_old_frames": harmless("one", "two", "three", is_worker=True),
     "replies_big": Row(
@@ -232,7 +232,7 @@ ROWS: dict[str, Row] = {
     "replies_then_dies": Row(
         turns={"fine": "fine", "torn": "torn"},
         path=f"{READY} {TURN} died {READY} {TURN} died",
-        state=State.STOPPED,
+        state=WorkerState.STOPPED,
         restarts=1,
         then_path=f"{READY} {TURN} died",
         how=None,
@@ -253,13 +253,13 @@ ROWS: dict[str, Row] = {
     ),
     "speaks_another_protocol": cannot_start(WorkerUnusableError, 1, PoolUnusableError, is_worker=True),
     "talks_for_ever": Row(
-        turns={"talk": TurnTimeoutError}, path=f"{READY} {TURN}", settings={"turn_timeout_s": 0.3}
+        turns={"talk": TurnTimeoutError}, path=f"{READY} {TURN}", settings={"timeouts": quick(turn_s=0.3)}
     ),
     "tools_read_stdin": Row(
         turns={"run them": TurnTimeoutError},
         path=f"{READY} {TURN}",
         then=("run them again", TurnTimeoutError),  # it waits for a cancel in each turn
-        settings={"turn_timeout_s": 0.3, "close_grace_s": 10.0},
+        settings={"timeouts": quick(turn_s=0.3, close_grace_s=10.0)},
     ),
     "waits_for_cancel": Row(turns={"wait": Ends.WHEN_CANCELLED}, path=f"{READY} {TURN}"),
     "works_after_its_turn": harmless("job made", "end made", "job never"),
@@ -281,14 +281,14 @@ class Told(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self.changes: list[tuple[State, Event, State]] = []
+        self.changes: list[tuple[WorkerState, WorkerChange, WorkerState]] = []
         self.failed_tries = 0
         self._read = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         found = self.LINE.match(record.getMessage())
         if found and found[2]:
-            self.changes.append((State(found[3]), Event(found[1]), State(found[2])))
+            self.changes.append((WorkerState(found[3]), WorkerChange(found[1]), WorkerState(found[2])))
         elif found and found[1] == "start_failed":
             self.failed_tries += 1
 
@@ -306,10 +306,10 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
     log.addHandler(handler)
     yield handler
     log.removeHandler(handler)
-    state = State.STOPPED
+    state = WorkerState.STOPPED
     for before, event, follows in handler.changes:
         assert before == state
-        assert follows == after(before, event)
+        assert follows == WORKER[before][event]
         state = follows
     assert [each.getMessage() for each in caplog.get_records("call") if each.levelno >= logging.ERROR] == []
 
@@ -334,7 +334,7 @@ async def say(pool: Pool, text: str, end: End, left: list[psutil.Process]) -> No
             assert caught.value.conversation_id == "c"
 
 
-async def is_in(pool: Pool, state: State) -> bool:
+async def is_in(pool: Pool, state: WorkerState) -> bool:
     return (await row_of(pool, "c")).state == state
 
 
@@ -357,13 +357,13 @@ async def test_a_fault_ends_as_its_row_says_and_leaves_nothing(  # noqa: PLR0917
     with complaints() as complained:
         for text, end in row.turns.items():
             await asyncio.wait_for(say(pool, text, end, left), 15)
-            if row.how is None and row.state is State.STOPPED:  # it dies after each turn, and not in the next one
-                await until(lambda: is_in(pool, State.STOPPED), "the death", 5)
+            if row.how is None and row.state is WorkerState.STOPPED:  # it dies after each turn, and not in the next one
+                await until(lambda: is_in(pool, WorkerState.STOPPED), "the death", 5)
         if row.kill:
             (await process_of(pool, "c")).kill()
         await until(lambda: is_in(pool, row.state), f"the state {row.state}", 5)
         shown = await row_of(pool, "c")
-        assert (shown.pid is None) == (row.state in (State.STOPPED, State.FAILED))
+        assert (shown.pid is None) == (row.state in (WorkerState.STOPPED, WorkerState.FAILED))
         assert shown.restart_count == row.restarts
         assert told.failed_tries == row.failed_tries
         assert told.path() == row.path
@@ -373,7 +373,7 @@ async def test_a_fault_ends_as_its_row_says_and_leaves_nothing(  # noqa: PLR0917
             await until(lambda: is_in(pool, row.state), f"the state {row.state} again", 5)
         then_path = row.then_path
         if then_path is None:
-            then_path = TURN if row.state is State.IDLE else f"{READY} {TURN}"
+            then_path = TURN if row.state is WorkerState.IDLE else f"{READY} {TURN}"
         assert told.path() == then_path
 
         stopped = await pool.stop("c")
@@ -381,7 +381,7 @@ async def test_a_fault_ends_as_its_row_says_and_leaves_nothing(  # noqa: PLR0917
         assert stopped is None or not stopped.left
         assert told.path() == ("" if row.how is None else STOP)
         shown = await row_of(pool, "c")
-        assert (shown.pid, shown.state) == (None, row.state if row.how is None else State.STOPPED)
+        assert (shown.pid, shown.state) == (None, row.state if row.how is None else WorkerState.STOPPED)
         await until(lambda: all(map(gone, left)), "what its tools have left to be gone", 5)
     assert complained == []
 

@@ -354,11 +354,11 @@ APP = """
     from contextlib import asynccontextmanager
     from pathlib import Path
     from fastapi import FastAPI
-    from hermes_pool import HermesSessionManager, PoolSettings
+    from hermes_pool import HermesSessionManager, PoolSettings, Timeouts
 
     settings = PoolSettings(
         agent="leaves_all_kinds_of_tools:Agent", agent_paths=(os.environ["FAULTY"],), launcher=os.environ["LAUNCHER"],
-        state_dir=os.environ["STATE"], close_grace_s=0.5, term_grace_s=0.2,
+        state_dir=os.environ["STATE"], timeouts=Timeouts(close_grace_s=0.5, term_grace_s=0.2),
     )
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Much data, and one side dying meanwhile."""
+"""Much data, and one side dying meanwhile (CASES C04, C05)."""
 
 import asyncio
 import logging
@@ -10,9 +10,11 @@ from typing import Any
 import psutil
 import pytest
 
+from hermes_pool.conversation import active_turn
 from hermes_pool.errors import TurnCancelledError, WorkerCrashedError
+from hermes_pool.process import connection
 from tests.crash.outside import complaints, gone, memory_growth, process_of, row_of
-from tests.support import Faulty, OpenPool, until
+from tests.support import Faulty, OpenPool, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
 MIB = 1024 * 1024
@@ -31,9 +33,10 @@ async def test_5_mib_of_stderr_hold_nobody_up(open_pool: OpenPool, faulty: Fault
 
 @pytest.mark.parametrize("kind", ["lines", "one line", "not utf-8"])
 async def test_the_kept_tail_of_stderr_is_bounded_and_told_in_the_crash(
-    open_pool: OpenPool, faulty: Faulty, kind: str
+    open_pool: OpenPool, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    pool = await open_pool(**faulty("floods_stderr"), stderr_lines_max=7)
+    monkeypatch.setattr(connection, "LINES_KEPT", 7)
+    pool = await open_pool(**faulty("floods_stderr"))
     with memory_growth() as growth, pytest.raises(WorkerCrashedError, match="SIGKILL") as caught:
         await asyncio.wait_for(pool.send("c", f"{kind}/die"), 10)
     tail = caught.value.stderr_tail
@@ -82,7 +85,7 @@ async def _is_busy(pool: Any) -> bool:
 
 
 async def test_closing_and_killing_with_32_mib_unsent_is_bounded(open_pool: OpenPool) -> None:
-    pool = await open_pool(close_grace_s=0.3, term_grace_s=0.2)
+    pool = await open_pool(timeouts=quick(close_grace_s=0.3, term_grace_s=0.2))
     await pool.send("c", "hello")
     worker = await process_of(pool, "c")
     worker.suspend()
@@ -101,10 +104,15 @@ async def test_closing_and_killing_with_32_mib_unsent_is_bounded(open_pool: Open
 
 @LAUNCHERS
 async def test_closing_with_ten_replies_in_flight_is_bounded(
-    open_pool: OpenPool, faulty: Faulty, caplog: pytest.LogCaptureFixture, launcher: str
+    open_pool: OpenPool,
+    faulty: Faulty,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
 ) -> None:
     caplog.set_level(logging.WARNING, "asyncio")
-    pool = await open_pool(**faulty("replies_big"), launcher=launcher, events_waiting_max=1, start_timeout_s=30.0)
+    monkeypatch.setattr(active_turn, "EVENTS_WAITING_MAX", 1)
+    pool = await open_pool(**faulty("replies_big"), launcher=launcher, timeouts=quick(start_s=30.0))
     names = [f"c-{number}" for number in range(10)]
     await asyncio.gather(*(pool.send(name, "1") for name in names))
     workers = [await process_of(pool, name) for name in names]
@@ -113,7 +121,7 @@ async def test_closing_with_ten_replies_in_flight_is_bounded(
         for turn in turns:
             await turn.__aenter__()
         for turn in turns:
-            await until(lambda: turn.lags, "the reply to pile up")  # noqa: B023
+            await until(lambda: turn._turn.lags, "the reply to pile up")  # noqa: B023
         began = time.monotonic()
         await pool.close()
         assert time.monotonic() - began < 1.0 + 1

@@ -1,14 +1,22 @@
 """Workers killed at random under load; ``scripts/storm`` is the same for as long as one likes."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from _storm import Launcher, Storm
+from hermes_pool import Timeouts
+
+SCRIPTS = str(Path(__file__).parents[2] / "scripts")
+sys.path.insert(0, SCRIPTS)
+try:
+    from _storm import Launcher, Storm
+finally:
+    sys.path.remove(SCRIPTS)
 
 pytestmark = pytest.mark.timeout(60)
-QUICK: dict[str, Any] = {"close_grace_s": 1.0, "term_grace_s": 0.5}
+QUICK: dict[str, Any] = {"timeouts": Timeouts(close_grace_s=1.0, term_grace_s=0.5)}
 TYPED = {
     "reply", "reply after 1 restart", "TurnInterruptedError", "WorkerCrashedError", "WorkerStartError",
 }  # fmt: skip

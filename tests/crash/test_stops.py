@@ -1,4 +1,4 @@
-"""Wanted ends are no crashes, deaf workers are bounded, and states are true afterwards."""
+"""Wanted ends are no crashes, deaf workers are bounded, and states are true afterwards (CASES C21)."""
 
 import asyncio
 import os
@@ -6,23 +6,23 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hermes_pool import HermesSessionManager, Turn
 from hermes_pool.errors import TurnCancelledError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
-from tests.support import Faulty, OpenPool, known, until
+from tests.support import Faulty, OpenPool, known, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 
 
-async def _is(pool: HermesSessionManager, conversation_id: str, state: str) -> bool:
+async def _is(pool: Any, conversation_id: str, state: str) -> bool:
     return (await row_of(pool, conversation_id)).state == state
 
 
-async def _in_turn(pool: HermesSessionManager, text: str) -> Turn:
+async def _in_turn(pool: Any, text: str) -> Any:
     """Begin a turn and wait until its worker is at it."""
     turn = await pool.turn("c", text).__aenter__()
     assert isinstance(await anext(turn), wire.Status)
@@ -68,7 +68,7 @@ async def test_a_stop_of_an_idle_conversation_is_no_crash(
 
 
 async def test_an_idle_worker_that_was_let_go_stays_away(open_pool: OpenPool, faulty: Faulty, tmp_path: Path) -> None:
-    pool = await open_pool(**faulty("waits_for_cancel"), worker_cwd=tmp_path, idle_timeout_s=0.2)
+    pool = await open_pool(**faulty("waits_for_cancel"), worker_cwd=tmp_path, timeouts=quick(idle_s=0.2))
     await pool.send("c", "hello")
     await until(lambda: _is(pool, "c", "stopped"), "the idle worker to go", 3)
     assert hermes_of(tmp_path / "state", "c")["status"] == "dormant"
@@ -82,7 +82,7 @@ async def test_the_survivor_of_a_crash_is_idle_and_let_go_counted_from_its_turn_
     open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str
 ) -> None:
     pool = await open_pool(
-        **faulty("waits_for_cancel"), worker_cwd=tmp_path, idle_timeout_s=0.6, idle_sweep_s=0.05, launcher=launcher
+        **faulty("waits_for_cancel"), worker_cwd=tmp_path, timeouts=quick(idle_s=0.6), sweep_s=0.05, launcher=launcher
     )
     turn = await _in_turn(pool, "wait once")
     (await process_of(pool, "c")).send_signal(signal.SIGKILL)
@@ -131,7 +131,9 @@ async def test_a_stop_while_a_dead_worker_is_being_replaced_ends_the_turn(
 async def test_an_agent_that_is_deaf_to_cancel_is_replaced_and_its_conversation_free(
     open_pool: OpenPool, faulty: Faulty, launcher: str
 ) -> None:
-    pool = await open_pool(**faulty("deaf_to_cancel"), close_grace_s=0.3, term_grace_s=0.3, launcher=launcher)
+    pool = await open_pool(
+        **faulty("deaf_to_cancel"), timeouts=quick(close_grace_s=0.3, term_grace_s=0.3), launcher=launcher
+    )
     await pool.send("c", "hello")
     worker = await process_of(pool, "c")
     turn = await _in_turn(pool, "do not listen")
@@ -148,7 +150,7 @@ async def test_an_agent_that_is_deaf_to_cancel_is_replaced_and_its_conversation_
 
 
 async def test_a_caller_that_is_cancelled_leaves_a_deaf_agent_to_the_pool(open_pool: OpenPool, faulty: Faulty) -> None:
-    pool = await open_pool(**faulty("deaf_to_cancel"), close_grace_s=0.2, term_grace_s=0.2)
+    pool = await open_pool(**faulty("deaf_to_cancel"), timeouts=quick(close_grace_s=0.2, term_grace_s=0.2))
     await pool.send("c", "hello")
     sending = asyncio.create_task(pool.send("c", "do not listen"))
     await until(lambda: _is(pool, "c", "busy"), "the turn")
@@ -161,11 +163,11 @@ async def test_a_caller_that_is_cancelled_leaves_a_deaf_agent_to_the_pool(open_p
 
 
 async def test_a_deaf_agent_s_turn_ends_at_its_time_limit(open_pool: OpenPool, faulty: Faulty) -> None:
-    pool = await open_pool(**faulty("deaf_to_cancel"), close_grace_s=0.2, term_grace_s=0.2, turn_timeout_s=0.5)
+    pool = await open_pool(**faulty("deaf_to_cancel"), timeouts=quick(close_grace_s=0.2, term_grace_s=0.2, turn_s=0.5))
     await pool.send("c", "hello")
     with pytest.raises(TurnTimeoutError) as caught:
         await asyncio.wait_for(pool.send("c", "do not listen"), 3)
-    assert caught.value.limit == "turn_timeout_s"
+    assert caught.value.limit == "timeouts.turn_s"
     assert (await pool.send("c", "/count")).text == "2"
 
 
@@ -173,7 +175,9 @@ async def test_a_deaf_agent_s_turn_ends_at_its_time_limit(open_pool: OpenPool, f
 async def test_a_worker_that_is_deaf_to_everything_is_killed_within_both_graces(
     open_pool: OpenPool, faulty: Faulty, launcher: str
 ) -> None:
-    pool = await open_pool(**faulty("deaf_to_everything"), close_grace_s=0.4, term_grace_s=0.4, launcher=launcher)
+    pool = await open_pool(
+        **faulty("deaf_to_everything"), timeouts=quick(close_grace_s=0.4, term_grace_s=0.4), launcher=launcher
+    )
     await pool.send("c", "hello")
     worker = await process_of(pool, "c")
     began = time.monotonic()
@@ -192,8 +196,8 @@ async def test_closing_many_deaf_workers_takes_as_long_as_closing_one(
     took = {}
     for many in (1, 8):
         pool = await open_pool(
-            **faulty("deaf_to_everything"), close_grace_s=0.4, term_grace_s=0.4, state_dir=tmp_path / str(many),
-            start_timeout_s=30.0,
+            **faulty("deaf_to_everything"),
+            timeouts=quick(close_grace_s=0.4, term_grace_s=0.4, start_s=30.0), state_dir=tmp_path / str(many),
         )  # fmt: skip
         names = [f"c-{number}" for number in range(many)]
         await asyncio.gather(*(pool.send(name, "hello") for name in names))
@@ -212,7 +216,7 @@ async def test_closing_many_deaf_workers_takes_as_long_as_closing_one(
 
 
 async def test_a_frozen_worker_is_stopped_as_well(open_pool: OpenPool) -> None:
-    pool = await open_pool(close_grace_s=0.2, term_grace_s=0.2)
+    pool = await open_pool(timeouts=quick(close_grace_s=0.2, term_grace_s=0.2))
     await pool.send("c", "hello")
     worker = await process_of(pool, "c")
     worker.suspend()

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from hermes_pool import MemoryLimits
 from hermes_pool.errors import TurnTimeoutError, WorkerCrashedError
+from hermes_pool.policy import memory
 from hermes_pool_worker import wire
 from tests.crash.outside import process_of, row_of
-from tests.support import Faulty, OpenPool, alive, until
+from tests.support import Faulty, OpenPool, alive, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 MIB = 1024 * 1024
-QUICK = {"sample_s": 0.3, "wedged_after_s": 1.0, "replay": "never"}
+QUICK = {"sample_s": 0.3, "timeouts": quick(wedged_s=1.0), "replay": "never"}
 
 
 async def _pid(pool: Any, conversation_id: str) -> int | None:
@@ -98,7 +100,7 @@ async def test_a_worker_that_is_stopped_in_its_turn_is_told_apart_and_given_time
 
 
 async def test_a_worker_that_does_not_obey_tells_where_it_was(open_pool: OpenPool, faulty: Faulty) -> None:
-    pool = await open_pool(**faulty("hangs_or_grows"), turn_timeout_s=1.0, close_grace_s=0.2, sample_s=0.2)
+    pool = await open_pool(**faulty("hangs_or_grows"), timeouts=quick(turn_s=1.0, close_grace_s=0.2), sample_s=0.2)
     with pytest.raises(TurnTimeoutError) as caught:
         await asyncio.wait_for(pool.send("c", "deadlock"), 20)
     assert any("hangs_or_grows.py" in line for line in caught.value.stacks)
@@ -117,7 +119,9 @@ async def _verdict(pool: Any, conversation_id: str, verdict: str) -> bool:
 async def test_a_big_worker_goes_between_two_turns_in_context(
     open_pool: OpenPool, faulty: Faulty, launcher: str
 ) -> None:
-    pool = await open_pool(**faulty("hangs_or_grows"), sample_s=0.2, memory_recycle_bytes=120 * MIB, launcher=launcher)
+    pool = await open_pool(
+        **faulty("hangs_or_grows"), sample_s=0.2, memory=MemoryLimits(recycle_bytes=120 * MIB), launcher=launcher
+    )
     first, other = (await pool.send("c", "grow 150")).text, await pool.send("small", "hello")
     assert first == "grow 150"
     pid, small = await _pid(pool, "c"), await _pid(pool, "small")
@@ -130,8 +134,8 @@ async def test_a_big_worker_goes_between_two_turns_in_context(
 
 
 async def test_a_worker_over_the_last_mark_is_killed_and_reported(open_pool: OpenPool, faulty: Faulty) -> None:
-    pool = await open_pool(**faulty("hangs_or_grows"), **QUICK, memory_kill_bytes=120 * MIB)
-    with pytest.raises(WorkerCrashedError, match="memory_kill_bytes") as caught:
+    pool = await open_pool(**faulty("hangs_or_grows"), **QUICK, memory=MemoryLimits(kill_bytes=120 * MIB))
+    with pytest.raises(WorkerCrashedError, match=r"memory\.kill_bytes") as caught:
         await asyncio.wait_for(pool.send("c", "grow 200 and wait"), 20)
     report = caught.value.report
     assert report is not None
@@ -139,9 +143,12 @@ async def test_a_worker_over_the_last_mark_is_killed_and_reported(open_pool: Ope
     assert (await pool.send("c", "hello")).text == "hello"
 
 
-async def test_above_the_total_idle_workers_go_until_below_the_lower_mark(open_pool: OpenPool, faulty: Faulty) -> None:
+async def test_above_the_total_idle_workers_go_until_below_the_lower_mark(
+    open_pool: OpenPool, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "TOTAL_LOW", 0.5)
     # The first look comes when all have grown: one in the middle would see less, and let fewer go.
-    pool = await open_pool(**faulty("hangs_or_grows"), sample_s=2.0, memory_total_bytes=200 * MIB, memory_total_low=0.5)
+    pool = await open_pool(**faulty("hangs_or_grows"), sample_s=2.0, memory=MemoryLimits(total_bytes=200 * MIB))
     for name in "abcd":
         await pool.send(name, "grow 60")
     await until(lambda: _stopped(pool, "a"), "the one that has been idle longest")
@@ -174,7 +181,7 @@ async def test_limits_of_resources_are_the_workers_own(open_pool: OpenPool, faul
 
 
 async def test_a_question_waits_no_longer_than_it_may(open_pool: OpenPool, faulty: Faulty) -> None:
-    pool = await open_pool(**faulty("hangs_or_grows"), question_timeout_s=0.3)
+    pool = await open_pool(**faulty("hangs_or_grows"), timeouts=quick(question_s=0.3))
     assert (await asyncio.wait_for(pool.send("c", "ask"), 10)).text == "None"
 
 

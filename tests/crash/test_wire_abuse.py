@@ -1,4 +1,4 @@
-"""What an agent's own output, its tools and broken programs do to the wire."""
+"""What an agent's own output, its tools and broken programs do to the wire (CASES C01, C03, C06, C07)."""
 
 import asyncio
 import json
@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 import hermes_pool_worker
+from hermes_pool import RestartPolicy
 from hermes_pool.errors import AgentFailedError, WorkerCrashedError, WorkerStartError, WorkerUnusableError
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, lines, memory_growth, process_of, row_of
-from tests.support import FAULTY, Faulty, FaultyProgram, OpenPool, known, until
+from tests.support import FAULTY, Faulty, FaultyProgram, OpenPool, known, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
 WORKER_PROGRAM = Path(hermes_pool_worker.__file__).with_name("__main__.py")
@@ -53,7 +54,7 @@ async def test_noise_on_stdout_goes_to_the_log_and_never_into_a_reply(
 async def test_tools_that_read_stdin_see_its_end_and_take_nothing_from_the_wire(
     open_pool: OpenPool, faulty: Faulty, launcher: str
 ) -> None:
-    pool = await open_pool(**faulty("tools_read_stdin"), launcher=launcher, close_grace_s=15.0)
+    pool = await open_pool(**faulty("tools_read_stdin"), launcher=launcher, timeouts=quick(close_grace_s=15.0))
     async with pool.turn("c", "run them") as turn:
         await anext(turn)
         reply = await turn.cancel()
@@ -159,7 +160,11 @@ BOGUS = {
 async def test_bogus_bytes_in_a_turn_end_that_worker_at_once(
     open_pool: OpenPool, instead_of_python: FaultyProgram, kind: str
 ) -> None:
-    pool = await open_pool(**instead_of_python("sends_bogus_bytes"), restarts_max=0, frame_bytes_max=64 * MIB)
+    pool = await open_pool(
+        **instead_of_python("sends_bogus_bytes"),
+        restarts=RestartPolicy(replacements_per_turn_max=0),
+        frame_bytes_max=64 * MIB,
+    )
     assert (await pool.send("c", "hello")).text == "hello"
     worker = await process_of(pool, "c")
     began = time.monotonic()
@@ -179,7 +184,9 @@ async def test_bogus_bytes_in_a_turn_end_that_worker_at_once(
 async def test_bogus_bytes_after_a_reply_cost_the_worker_and_no_turn(
     open_pool: OpenPool, instead_of_python: FaultyProgram, kind: str
 ) -> None:
-    pool = await open_pool(**instead_of_python("sends_bogus_bytes"), restarts_max=0)
+    pool = await open_pool(
+        **instead_of_python("sends_bogus_bytes"), restarts=RestartPolicy(replacements_per_turn_max=0)
+    )
     assert (await pool.send("c", f"fine:{BOGUS[kind].hex()}")).text == "fine"
     await until(lambda: _is_stopped(pool), "the worker to be discarded", 2)
     assert "broke the protocol" in ((await row_of(pool, "c")).last_error or "")
@@ -204,7 +211,9 @@ async def test_bogus_bytes_in_every_attempt_are_one_error_after_one_restart(
 async def test_a_worker_that_we_have_killed_is_not_said_to_be_out_of_memory(
     open_pool: OpenPool, instead_of_python: FaultyProgram
 ) -> None:
-    pool = await open_pool(**instead_of_python("sends_bogus_bytes"), restarts_max=0)
+    pool = await open_pool(
+        **instead_of_python("sends_bogus_bytes"), restarts=RestartPolicy(replacements_per_turn_max=0)
+    )
     with pytest.raises(WorkerCrashedError) as caught:
         await pool.send("c", f"instead:{BOGUS['a bare integer'].hex()}")
     assert "out of memory" not in str(caught.value)

@@ -25,4 +25,4 @@ def test_a_subject_that_is_missing_or_fails_says_so(monkeypatch: pytest.MonkeyPa
     found = in_fresh_process("M1", "ours, nowhere", {}, 30.0)
     assert found["lacking"].startswith("failed: KeyError")
     found = in_fresh_process("M3", "anyio", {"samples": 1}, 30.0)
-    assert found["lacking"].startswith(("cannot be told", "not installed"))
+    assert found["lacking"].startswith(("cannot be made", "not installed"))

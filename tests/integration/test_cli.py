@@ -138,7 +138,7 @@ def host(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
 def test_nothing_is_stored_yet_and_nothing_is_made(run: Run, environment: dict[str, str]) -> None:
     done = run("ps")
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == "no supervisor runs, and nothing is stored yet\n"
+    assert done.stderr == "no supervisor is running, and no session is stored\n"
     assert json.loads(run("ps", "--json").stdout) == {"source": "stored", "supervisors": [], "sessions": []}
     assert not Path(environment["HERMES_POOL_STATE_DIR"]).exists()
 
@@ -162,7 +162,7 @@ def test_ps_and_stop_of_a_running_host(run: Run, host: subprocess.Popen[str]) ->
     assert run("stop", "c-1").stdout == "stopped\n"
     assert not psutil.pid_exists(row["pid"])
     again = run("stop", "c-1")
-    assert (again.returncode, again.stderr) == (1, "hermes-pool: conversation 'c-1': no worker of it runs\n")
+    assert (again.returncode, again.stderr) == (1, "hermes-pool: conversation 'c-1': it has no running worker\n")
     assert run("stop", "c-2", "--user", "ada").returncode == 0
 
 
@@ -182,7 +182,7 @@ def test_a_host_that_was_killed_leaves_what_is_stored(run: Run, host: subprocess
     assert rows["c-1"]["session_id"].startswith("echo-")
     assert rows["c-1"]["pid"] is None
     table = run("ps")
-    assert table.stderr == "no supervisor runs; these sessions are stored:\n"
+    assert table.stderr == "no supervisor is running; these are the stored sessions:\n"
     assert "c-2 [ada]" in table.stdout
 
 
@@ -192,7 +192,7 @@ def test_a_host_that_is_frozen_is_told_in_time(run: Run, host: subprocess.Popen[
     done = run("ps")
     assert time.monotonic() - before < 3
     assert done.returncode == 1
-    assert f"supervisor {host.pid} does not answer" in done.stderr
+    assert f"supervisor {host.pid} is not responding" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -231,7 +231,7 @@ def test_a_failed_turn_is_told_and_the_rest_goes_on(run: Run) -> None:
     assert done.returncode == 1
     assert done.stdout == "HELLO\nanswered deny\n"
     assert "it \\x1b[31mrains" in done.stderr
-    assert "nobody is here to answer" in done.stderr
+    assert "declined, because the input is not a terminal" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -330,7 +330,7 @@ def test_a_chat_in_a_terminal(screen: Callable[..., Screen], run: Run) -> None:
 
     chat.type("die\n")
     chat.wait_for("first try ")
-    chat.wait_for("another one has taken over")
+    chat.wait_for("was replaced")
     chat.wait_for("DIE\r\n> ")
 
     chat.type("fail\n")
@@ -351,7 +351,7 @@ def test_ctrl_c_at_the_prompt_leaves(screen: Callable[..., Screen]) -> None:
 def test_ctrl_c_twice_leaves_in_the_middle_of_a_turn(
     screen: Callable[..., Screen], environment: dict[str, str]
 ) -> None:
-    environment.update(HERMES_POOL_CLOSE_GRACE_S="1", HERMES_POOL_TERM_GRACE_S="0.2")
+    environment.update(HERMES_POOL_TIMEOUTS__CLOSE_GRACE_S="1", HERMES_POOL_TIMEOUTS__TERM_GRACE_S="0.2")
     chat = screen("--agent", "slow_agent:Slow")
     chat.wait_for("> ")
     chat.type("deaf\n")

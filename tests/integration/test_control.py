@@ -90,9 +90,9 @@ def test_a_frozen_supervisor_costs_its_time_and_no_more(hosts: Hosts, tmp_path: 
     before = time.monotonic()
     answers = {a.supervisor_pid: a for a in client.query(tmp_path, Ps(), 1)}
     assert time.monotonic() - before < 2
-    assert answers[frozen.pid].problem == "does not answer"
+    assert answers[frozen.pid].problem == "is not responding"
     assert answers[fine.pid].response is not None
-    # Its line of callers is full: connecting, too, has an end.
+    # Its backlog is full: connecting is bounded as well.
     with contextlib.ExitStack() as stack:
         where = next(p for p in (tmp_path / "control").glob(f"{frozen.pid}-*.sock"))
         with contextlib.suppress(BlockingIOError):
@@ -103,7 +103,7 @@ def test_a_frozen_supervisor_costs_its_time_and_no_more(hosts: Hosts, tmp_path: 
         before = time.monotonic()
         answers = {a.supervisor_pid: a for a in client.query(tmp_path, Ps(), 0.5)}
         assert time.monotonic() - before < 1.5
-        assert answers[frozen.pid].problem == "does not answer"
+        assert answers[frozen.pid].problem == "is not responding"
 
 
 def test_what_a_killed_supervisor_left_is_removed(hosts: Hosts, tmp_path: Path) -> None:
@@ -163,8 +163,16 @@ def test_nobody_else_may_connect_at_any_moment_whatever_the_umask() -> None:
     assert seen <= {("socket", "0o600"), ("folder", "0o700"), ("file", "0o600")}
 
 
-@pytest.mark.parametrize("said", [b"", b"\0\0", b"HTTP/1.1 200 OK\r\n\r\n", wire.encode({"type": "Unheard"})])
-def test_a_strange_supervisor_is_no_trouble(hosts: Hosts, tmp_path: Path, said: bytes) -> None:
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (b"", "closed the connection"),
+        (b"\0\0", "closed the connection"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", "sent an unreadable response"),
+        (wire.encode({"type": "Unheard"}), "sent an unreadable response"),
+    ],
+)
+def test_a_strange_supervisor_is_no_trouble(hosts: Hosts, tmp_path: Path, said: bytes, problem: str) -> None:
     real = hosts.start(tmp_path)
     assert known(real.stdout).readline()
     where = Path(address(tmp_path))
@@ -184,7 +192,7 @@ def test_a_strange_supervisor_is_no_trouble(hosts: Hosts, tmp_path: Path, said: 
         (told,) = client.query(tmp_path, Ps(), 5)
         thread.join()
     assert told.response is None
-    assert "answer" in known(told.problem)
+    assert problem in known(told.problem)
 
 
 def test_a_supervisor_of_another_host_is_left_alone(hosts: Hosts, tmp_path: Path) -> None:
@@ -193,7 +201,7 @@ def test_a_supervisor_of_another_host_is_left_alone(hosts: Hosts, tmp_path: Path
     (pointer,) = (tmp_path / "control").glob("*.lock")
     where = Path(address(tmp_path))
     where.rename(where.with_name("away"))
-    assert "out of order" in known(client.query(tmp_path, Ps())[0].problem)
+    assert "does not work" in known(client.query(tmp_path, Ps())[0].problem)
     with pointer.open("r+") as file:
         file.write("elsewhere\n" + str(where))
         file.truncate()

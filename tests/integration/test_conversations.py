@@ -17,13 +17,15 @@ from hermes_pool import (
     PoolClosedError,
     PoolFullError,
     PoolSettings,
+    QueueLimits,
     SessionKey,
     TurnCancelledError,
     TurnTimeoutError,
     WorkerCrashedError,
 )
+from hermes_pool.conversation import active_turn
 from hermes_pool_worker import wire
-from tests.support import Obedient, OpenPool, alive, until
+from tests.support import Obedient, OpenPool, alive, quick, until
 
 
 async def the_pid(pool: HermesSessionManager, conversation_id: str) -> int:
@@ -112,15 +114,15 @@ async def test_a_busy_conversation_rejects_or_bounds_its_line(open_pool: OpenPoo
     await running
     await pool.close()
 
-    bounded = await open_pool(**obedient.settings(), turns_waiting_max=1, wait_timeout_s=0.2)
+    bounded = await open_pool(**obedient.settings(), queues=QueueLimits(turns_max=1), timeouts=quick(wait_s=0.2))
     (obedient.folder / "go").unlink()
     running = asyncio.create_task(bounded.send("d", "wait go"))
     await until(lambda: "wait go" in obedient.marks("begun")[2:], "the turn to run")
     waiting = asyncio.create_task(bounded.send("d", "waits too long"))
     await asyncio.sleep(0)
-    with pytest.raises(ConversationBusyError, match="turns_waiting_max"):
+    with pytest.raises(ConversationBusyError, match=r"queues\.turns_max"):
         await bounded.send("d", "one too many")
-    with pytest.raises(ConversationBusyError, match="wait_timeout_s"):
+    with pytest.raises(ConversationBusyError, match=r"timeouts\.wait_s"):
         await waiting
     obedient.allow("go")
     await running
@@ -159,8 +161,11 @@ async def test_a_tool_and_a_question_reach_the_caller(open_pool: OpenPool, obedi
         assert (await turn.reply()).text == "answer: yes"
 
 
-async def test_a_slow_consumer_slows_its_worker_down_and_loses_nothing(open_pool: OpenPool, obedient: Obedient) -> None:
-    pool = await open_pool(**obedient.settings(), events_waiting_max=10)
+async def test_a_slow_consumer_slows_its_worker_down_and_loses_nothing(
+    open_pool: OpenPool, obedient: Obedient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(active_turn, "EVENTS_WAITING_MAX", 10)
+    pool = await open_pool(**obedient.settings())
     await pool.send("c", "hi")
     pid = await the_pid(pool, "c")
     total = 200_000
@@ -249,7 +254,7 @@ async def test_a_turn_cancelled_while_it_waits_is_never_run(open_pool: OpenPool,
 
 
 async def test_an_agent_deaf_to_a_cancel_is_replaced(open_pool: OpenPool, faulty: Any) -> None:
-    pool = await open_pool(agent="echo", close_grace_s=0.2, term_grace_s=0.2)
+    pool = await open_pool(agent="echo", timeouts=quick(close_grace_s=0.2, term_grace_s=0.2))
     await pool.send("c", "hi")
     pid = await the_pid(pool, "c")
     os.kill(pid, signal.SIGSTOP)
@@ -311,13 +316,13 @@ async def test_a_failure_of_the_agent_is_told_and_costs_no_worker(open_pool: Ope
 
 
 async def test_limits_of_time(open_pool: OpenPool, obedient: Obedient) -> None:
-    pool = await open_pool(**obedient.settings(), progress_timeout_s=0.3, turn_timeout_s=1.5)
-    with pytest.raises(TurnTimeoutError, match="progress_timeout_s"):
+    pool = await open_pool(**obedient.settings(), timeouts=quick(progress_s=0.3, turn_s=1.5))
+    with pytest.raises(TurnTimeoutError, match=r"timeouts\.progress_s"):
         await pool.send("c", "wait never")
     assert (await pool.send("c", "next")).text == "next"
-    with pytest.raises(TurnTimeoutError, match="turn_timeout_s") as caught:
+    with pytest.raises(TurnTimeoutError, match=r"timeouts\.turn_s") as caught:
         await pool.send("c", "tool_then_wait never")
-    assert caught.value.limit == "turn_timeout_s"
+    assert caught.value.limit == "timeouts.turn_s"
     assert (await pool.send("c", "next")).text == "next"
 
 
@@ -414,7 +419,7 @@ def _gone(process: psutil.Process) -> bool:
 
 
 async def test_a_full_pool_makes_room_with_the_longest_idle(open_pool: OpenPool, obedient: Obedient) -> None:
-    pool = await open_pool(**obedient.settings(), workers_max=2, wait_timeout_s=0.3)
+    pool = await open_pool(**obedient.settings(), workers_max=2, timeouts=quick(wait_s=0.3))
     await pool.send("a", "hi")
     await pool.send("b", "hi")
     await pool.send("a", "again")

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hermes_pool import RestartPolicy
 from hermes_pool.errors import WorkerCrashedError
 from tests.support import OpenPool, children
 
@@ -49,7 +50,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         "agent_paths": (str(tmp_path / "agents"),),
         "worker_cwd": tmp_path / "cwd",
         "worker_env": {"PROVIDER_KEY": KEY},
-        "restarts_max": 0,
+        "restarts": RestartPolicy(replacements_per_turn_max=0),
     }
 
 

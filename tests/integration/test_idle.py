@@ -4,12 +4,13 @@ import signal
 import sqlite3
 from pathlib import Path
 
+from hermes_pool import RestartPolicy
 from tests.integration.test_conversations import stored, the_pid
-from tests.support import Obedient, OpenPool, alive, until
+from tests.support import Obedient, OpenPool, alive, quick, until
 
 
 async def test_an_idle_worker_goes_after_its_metadata_is_saved_and_comes_back_in_context(open_pool: OpenPool) -> None:
-    pool = await open_pool(idle_timeout_s=0.3)
+    pool = await open_pool(timeouts=quick(idle_s=0.3))
     first = await pool.send("c", "remember me")
     pid = await the_pid(pool, "c")
     await until(lambda: not alive(pid), "the idle worker to go")
@@ -25,7 +26,7 @@ async def test_an_idle_worker_goes_after_its_metadata_is_saved_and_comes_back_in
 
 
 async def test_a_silent_turn_is_not_idle(open_pool: OpenPool, obedient: Obedient) -> None:
-    pool = await open_pool(**obedient.settings(), idle_timeout_s=0.3)
+    pool = await open_pool(**obedient.settings(), timeouts=quick(idle_s=0.3))
     await pool.send("other", "hi")
     sending = asyncio.create_task(pool.send("c", "wait go"))
     await until(lambda: "wait go" in obedient.marks("begun"), "the turn to run")
@@ -41,7 +42,7 @@ async def test_a_silent_turn_is_not_idle(open_pool: OpenPool, obedient: Obedient
 
 
 async def test_looking_does_not_keep_a_worker_awake(open_pool: OpenPool) -> None:
-    pool = await open_pool(idle_timeout_s=0.3)
+    pool = await open_pool(timeouts=quick(idle_s=0.3))
     await pool.send("c", "hi")
 
     async def gone() -> bool:
@@ -51,7 +52,7 @@ async def test_looking_does_not_keep_a_worker_awake(open_pool: OpenPool) -> None
 
 
 async def test_a_worker_is_not_killed_before_it_is_saved(open_pool: OpenPool) -> None:
-    pool = await open_pool(idle_timeout_s=0.3, database_timeout_s=0.3)
+    pool = await open_pool(timeouts=quick(idle_s=0.3, database_s=0.3))
     first = await pool.send("c", "remember me")
     await until(lambda: stored(pool, "c"), "the first save")
     pid = await the_pid(pool, "c")
@@ -74,7 +75,7 @@ async def test_a_worker_is_not_killed_before_it_is_saved(open_pool: OpenPool) ->
 
 
 async def test_a_message_that_meets_a_leaving_worker_waits_and_is_answered(open_pool: OpenPool) -> None:
-    pool = await open_pool(idle_timeout_s=0.05, idle_sweep_s=0.01)
+    pool = await open_pool(timeouts=quick(idle_s=0.05), sweep_s=0.01)
     for number in range(60):
         reply = await pool.send("c", f"m{number}")
         assert reply.text == f"m{number}"
@@ -85,7 +86,7 @@ async def test_a_message_that_meets_a_leaving_worker_waits_and_is_answered(open_
 
 
 async def test_an_idle_worker_killed_from_outside_costs_the_next_message_nothing(open_pool: OpenPool) -> None:
-    pool = await open_pool(restarts_max=0)
+    pool = await open_pool(restarts=RestartPolicy(replacements_per_turn_max=0))
     for name in "abc":
         await pool.send(name, "hi")
     os.kill(await the_pid(pool, "b"), signal.SIGKILL)

@@ -14,6 +14,8 @@ from hermes_pool import (
     PoolClosedError,
     PoolDrainingError,
     PoolFullError,
+    QueueLimits,
+    RestartPolicy,
     SessionKey,
     TurnCancelledError,
     WorkerCrashedError,
@@ -37,7 +39,7 @@ async def states(pool: HermesSessionManager) -> dict[str, str]:
 
 
 async def test_the_line_for_a_worker_is_bounded_and_fair_between_users(open_pool: OpenPool, obedient: Obedient) -> None:
-    pool = await open_pool(**obedient.settings(), workers_max=1, admissions_waiting_max=3)
+    pool = await open_pool(**obedient.settings(), workers_max=1, queues=QueueLimits(admissions_max=3))
     (running,) = await begin(pool, obedient, "first")
     order = [SessionKey("a1", "ada"), SessionKey("a2", "ada"), SessionKey("b1", "bob")]
     sends = []
@@ -74,7 +76,7 @@ async def test_a_turn_whose_worker_dies_is_not_put_behind_those_who_wait(
 
 
 async def test_a_turn_that_ends_with_a_crash_gives_its_slot_back(open_pool: OpenPool, obedient: Obedient) -> None:
-    pool = await open_pool(**obedient.settings(), workers_max=1, restarts_max=0)
+    pool = await open_pool(**obedient.settings(), workers_max=1, restarts=RestartPolicy(replacements_per_turn_max=0))
     dying = asyncio.create_task(pool.send("c", "die now"))
     await until(lambda: obedient.marks("begun"), "it to run")
     assert (await pool.send("other", "other")).text == "other"
@@ -172,7 +174,10 @@ async def test_the_command_line_steers_a_running_pool_and_shows_it(open_pool: Op
     assert "Traceback" not in told
     await pool.close()
     status, _, told = await hermes_pool("drain", pool=pool)
-    assert (status, told) == (1, f"hermes-pool: no supervisor runs in {pool.settings.state_dir}\n")
+    assert (status, told) == (
+        1,
+        f"hermes-pool: no supervisor is running for {pool.settings.state_dir}: start one, or check --state-dir\n",
+    )
 
 
 # --- what needs the gate in Session.begin -----------------------------------------------------------------------------

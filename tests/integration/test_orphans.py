@@ -93,7 +93,7 @@ def test_what_a_dead_supervisor_left_is_ended_and_told(tmp_path: Path, log: Log,
     assert all(alive(pid) for pid in others)
     assert not file.exists()
     ((event, values),) = log.events
-    assert (event, values["pool"], set(values["pids"])) == ("leftovers_ended", "dead", left | {hidden.pid})
+    assert (event, values["pool"], set(values["pids"])) == ("orphans_ended", "dead", left | {hidden.pid})
 
 
 def _child_of(pid: int) -> psutil.Process:

@@ -25,7 +25,9 @@ from hermes_pool import (
     PoolUnavailableError,
     PoolUnusableError,
     RestartBackoffError,
+    RestartPolicy,
     SessionKey,
+    StartPolicy,
     WorkerCrashedError,
     WorkerStartError,
     WorkerUnusableError,
@@ -33,8 +35,8 @@ from hermes_pool import (
 from hermes_pool.cli import app
 from hermes_pool.process import connection
 from hermes_pool.snapshot import SessionSnapshot
-from hermes_pool.system.processes import MARKER_VARIABLE
-from tests.support import Obedient, OpenPool, alive, until
+from hermes_pool_worker.contract import MARKER_VARIABLE
+from tests.support import Obedient, OpenPool, alive, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 REFUSAL_S = 0.005
@@ -92,7 +94,7 @@ async def refused_in_s(work: Awaitable[Any], kind: type[Exception]) -> float:
 async def test_a_death_has_one_id_in_the_error_the_log_and_the_command_line(
     open_pool: OpenPool, obedient: Obedient, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = await open_pool(**obedient.settings(), restarts_max=0)
+    pool = await open_pool(**obedient.settings(), restarts=RestartPolicy(replacements_per_turn_max=0))
     await pool.send("other", "hello")
     turn = asyncio.create_task(pool.send("c", "wait for_ever"))
     await until(lambda: "wait for_ever" in obedient.marks("begun"), "the turn to run")
@@ -117,7 +119,7 @@ async def test_a_death_has_one_id_in_the_error_the_log_and_the_command_line(
     assert facts["exit"] == report.exit
     assert "SIGKILL" in facts["exit"]
     assert facts["turn"].startswith(f"{report.turn_id}, attempt 1")
-    assert facts["worker"].startswith(f"pid {pid}, number 1 ")
+    assert facts["worker"].startswith(f"pid {pid}, incarnation 1,")
 
     told = json.loads((await run("deaths", "--json")).out)
     assert [(each["pid"], each["problem"]) for each in told["supervisors"]] == [(os.getpid(), None)]
@@ -139,14 +141,16 @@ async def test_deaths_that_are_wanted_are_none_and_an_unknown_report_is_said_to_
     await pool.stop("c")
     assert pool.deaths() == []
     none = await run("deaths")
-    assert (none.status, none.out, none.err) == (0, "", "no worker has died unasked\n")
+    assert (none.status, none.out, none.err) == (0, "", "no worker has died unexpectedly\n")
     unknown = await run("deaths", "cafe0123")
     assert (unknown.status, unknown.out) == (1, "")
     assert "no report cafe0123" in unknown.err
 
 
 async def test_the_latest_deaths_are_kept_the_latest_first(open_pool: OpenPool, obedient: Obedient) -> None:
-    pool = await open_pool(**obedient.settings(), restarts_max=0, quarantine_after=0)
+    pool = await open_pool(
+        **obedient.settings(), restarts=RestartPolicy(replacements_per_turn_max=0, quarantine_after=0)
+    )
     for name in ("a", "b", "a"):
         with pytest.raises(WorkerCrashedError):
             await pool.send(name, "die")
@@ -162,7 +166,10 @@ async def test_the_latest_deaths_are_kept_the_latest_first(open_pool: OpenPool, 
 def test_without_a_supervisor_the_commands_say_so(tmp_path: Path, command: tuple[str, ...]) -> None:
     told = CliRunner().invoke(app.app, [*command, "--state-dir", str(tmp_path / "none")])
     assert (told.exit_code, told.stdout) == (1, "")
-    assert told.stderr == f"hermes-pool: no supervisor runs in {tmp_path / 'none'}\n"
+    assert (
+        told.stderr
+        == f"hermes-pool: no supervisor is running for {tmp_path / 'none'}: start one, or check --state-dir\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -174,9 +181,7 @@ async def test_a_flapping_session_backs_off_is_shown_and_is_let_in_after_a_reset
 ) -> None:
     pool = await open_pool(
         **obedient.settings(),
-        restarts_in_window_max=1,
-        restart_backoff_s=60.0,
-        quarantine_after=0,
+        restarts=RestartPolicy(deaths_in_window_max=1, backoff_s=60.0, quarantine_after=0),
     )
     with pytest.raises(WorkerCrashedError):
         await pool.send("c", "die")
@@ -231,7 +236,7 @@ async def test_what_was_mended_where_the_pool_cannot_see_it_works_after_a_reset(
     python, hidden = tmp_path / "python", tmp_path / "which"
     python.write_text(f'#!/bin/sh\nexec "$(cat {hidden})" "$@"\n')
     python.chmod(0o755)
-    pool = await open_pool(worker_python=str(python), start_failures_max=2, start_probe_s=60.0)
+    pool = await open_pool(worker_python=str(python), starts=StartPolicy(failures_max=2, probe_s=60.0))
     for name in ("a", "b"):
         with pytest.raises(WorkerStartError):
             await pool.send(name, "hello")
@@ -240,7 +245,7 @@ async def test_what_was_mended_where_the_pool_cannot_see_it_works_after_a_reset(
     hidden.write_text(sys.executable)
     await refused_in_s(pool.send("a", "hello"), PoolUnavailableError)
     assert "starts are refused for " in (await run("ps")).err
-    assert (await run("reset")).out == f"supervisor {os.getpid()}: starts are let in\n"
+    assert (await run("reset")).out == f"supervisor {os.getpid()}: worker starts are allowed again\n"
     assert (await pool.send("a", "hello")).text == "hello"
 
 
@@ -268,10 +273,7 @@ async def test_a_message_that_kills_twice_is_quarantined_shown_and_released(
     flag.touch()  # what it died of is mended
     unknown = await run("release", "c", fingerprint)
     assert unknown.status == 1
-    assert (
-        unknown.err
-        == f"hermes-pool: conversation 'c': no message of it with the fingerprint {fingerprint} has killed\n"
-    )
+    assert unknown.err == f"hermes-pool: conversation 'c': no quarantined message has the fingerprint {fingerprint}\n"
     with pytest.raises(MessageQuarantinedError):
         await pool.send(key, text)
     assert (await run("release", "c", fingerprint, "--user", "ada")).out == "released\n"
@@ -317,7 +319,9 @@ async def test_a_stop_tells_what_it_ended_and_that_nothing_is_left(
     open_pool: OpenPool, faulty: Callable[..., dict[str, Any]], launcher: str, how: str
 ) -> None:
     pool = await open_pool(
-        **faulty("leaves_all_kinds_of_tools"), launcher=launcher, close_grace_s=5.0 if how == "closed" else 0.2
+        **faulty("leaves_all_kinds_of_tools"),
+        launcher=launcher,
+        timeouts=quick(close_grace_s=5.0 if how == "closed" else 0.2),
     )
     tools = {int((await pool.send("c", f"tool {hides}")).text) for hides in HIDES}
     other = int((await pool.send("other", "tool deaf")).text)
@@ -356,7 +360,11 @@ async def test_a_tool_that_is_started_while_its_worker_is_being_stopped_goes_as_
 ) -> None:
     (tmp_path / "late.py").write_text(TOOL_WHILE_CLOSING)
     pool = await open_pool(
-        agent="late:Agent", agent_paths=(str(tmp_path),), worker_cwd=tmp_path, launcher=launcher, close_grace_s=0.5
+        agent="late:Agent",
+        agent_paths=(str(tmp_path),),
+        worker_cwd=tmp_path,
+        launcher=launcher,
+        timeouts=quick(close_grace_s=0.5),
     )
     await pool.send("c", "hello")
     stopped = await pool.stop("c")
@@ -384,7 +392,7 @@ def test_what_carries_the_marker_and_cannot_be_ended_is_left(monkeypatch: pytest
 async def test_what_cannot_be_ended_is_said_to_be_left(
     open_pool: OpenPool, faulty: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, hides: str
 ) -> None:
-    pool = await open_pool(**faulty("leaves_all_kinds_of_tools"), launcher="spawn", close_grace_s=0.2)
+    pool = await open_pool(**faulty("leaves_all_kinds_of_tools"), launcher="spawn", timeouts=quick(close_grace_s=0.2))
     tool = int((await pool.send("c", f"tool {hides}")).text)
     row = await row_of(pool, "c")
     assert row.pid is not None

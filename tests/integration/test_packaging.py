@@ -187,7 +187,7 @@ def test_the_command_is_installed(jarvis: Environment, tmp_path: Path) -> None:
         [command, "ps", "--state-dir", tmp_path / "none"], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 0
-    assert "no supervisor runs" in done.stderr
+    assert "no supervisor is running" in done.stderr
 
 
 def test_a_conversation_with_workers_in_an_environment_that_has_only_msgspec(

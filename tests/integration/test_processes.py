@@ -12,6 +12,7 @@ import pytest
 
 from hermes_pool.system import processes
 from hermes_pool.system.processes import IdentityCheck
+from hermes_pool_worker.contract import MARKER_VARIABLE
 from tests.support import known
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -57,11 +58,11 @@ def test_a_living_process_is_current_and_used_something(start: Start) -> None:
     assert known(process.stdout).readline()
     at = created(process.pid)
     assert processes.identify(process.pid, at) is IdentityCheck.CURRENT
-    look = processes.look(process.pid, at)
-    assert look.health == "alive"
-    assert known(look.rss_bytes) > 1_000_000
-    assert known(look.cpu_s) > 0
-    assert look.descendants == 0
+    tree = processes.inspect_tree(process.pid, at)
+    assert tree.health == "alive"
+    assert known(tree.rss_bytes) > 1_000_000
+    assert known(tree.cpu_s) > 0
+    assert tree.descendants == 0
 
 
 def test_a_boot_time_that_jumps_by_a_second_replaces_nobody(start: Start) -> None:
@@ -75,7 +76,7 @@ def test_another_create_time_is_another_process(start: Start) -> None:
     process = start(SLEEPER)
     at = created(process.pid) - 100
     assert processes.identify(process.pid, at) is IdentityCheck.REPLACED
-    assert processes.look(process.pid, at) == processes.Look("dead")
+    assert processes.inspect_tree(process.pid, at) == processes.TreeInfo("dead")
     assert processes.descendants(process.pid, at) == []
 
 
@@ -87,7 +88,7 @@ def test_a_zombie_is_gone(start: Start) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert psutil.pid_exists(process.pid)
     assert processes.identify(process.pid, at) is IdentityCheck.GONE
-    assert processes.look(process.pid, at).health == "dead"
+    assert processes.inspect_tree(process.pid, at).health == "dead"
 
 
 def test_a_vanished_process_is_gone(start: Start) -> None:
@@ -103,7 +104,7 @@ def test_a_stopped_process_is_frozen(start: Start) -> None:
     assert known(process.stdout).readline()
     at = created(process.pid)
     os.kill(process.pid, signal.SIGSTOP)
-    until(lambda: processes.look(process.pid, at).health == "frozen")
+    until(lambda: processes.inspect_tree(process.pid, at).health == "frozen")
     assert processes.identify(process.pid, at) is IdentityCheck.CURRENT
 
 
@@ -124,10 +125,10 @@ def test_one_pass_shows_whole_trees_in_order(start: Start) -> None:
     below = processes.descendants(tree.pid, at)
     try:
         assert below[1].pid == grandchild
-        looks = processes.look_all([(single.pid, created(single.pid)), (tree.pid, at), (tree.pid, at - 50)])
-        assert [look.descendants for look in looks] == [0, 2, 0]
-        assert [look.health for look in looks] == ["alive", "alive", "dead"]
-        assert known(looks[1].rss_bytes) > known(looks[0].rss_bytes) + 20_000_000
+        trees = processes.inspect_trees([(single.pid, created(single.pid)), (tree.pid, at), (tree.pid, at - 50)])
+        assert [tree.descendants for tree in trees] == [0, 2, 0]
+        assert [tree.health for tree in trees] == ["alive", "alive", "dead"]
+        assert known(trees[1].rss_bytes) > known(trees[0].rss_bytes) + 20_000_000
     finally:
         assert sorted(processes.kill(below)) == sorted(process.pid for process in below)
 
@@ -145,16 +146,16 @@ def test_looking_does_not_depend_on_who_may_be_read(start: Start, monkeypatch: p
 
     with monkeypatch.context() as patched:
         patched.setattr(psutil.Process, "memory_info", denied)
-        look = processes.look(process.pid, at)
-        assert (look.health, look.rss_bytes) == ("alive", None)
-        assert known(look.cpu_s) > 0
+        tree = processes.inspect_tree(process.pid, at)
+        assert (tree.health, tree.rss_bytes) == ("alive", None)
+        assert known(tree.cpu_s) > 0
     with monkeypatch.context() as patched:
         patched.setattr(psutil.Process, "cpu_times", denied)
-        assert processes.look(process.pid, at).cpu_s is None
+        assert processes.inspect_tree(process.pid, at).cpu_s is None
     with monkeypatch.context() as patched:
         patched.setattr(psutil.Process, "create_time", denied)
         assert processes.identify(process.pid, at) is IdentityCheck.UNKNOWN
-        assert processes.look(process.pid, at) == processes.Look("unknown")
+        assert processes.inspect_tree(process.pid, at) == processes.TreeInfo("unknown")
         assert processes.descendants(process.pid, at) == []
     with monkeypatch.context() as patched:
         patched.setattr(psutil.Process, "status", denied)
@@ -162,7 +163,7 @@ def test_looking_does_not_depend_on_who_may_be_read(start: Start, monkeypatch: p
         assert processes.kill([psutil.Process(process.pid)]) == [], "unknown is never signalled"
     with monkeypatch.context() as patched:
         patched.setattr(psutil.Process, "status", vanished)
-        assert processes.look(process.pid, at).health == "dead"
+        assert processes.inspect_tree(process.pid, at).health == "dead"
     assert process.poll() is None
 
 
@@ -176,14 +177,14 @@ lost.returncode = 0
 
 def test_a_process_that_went_off_is_found_by_its_marker(start: Start) -> None:
     marker = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    parent = start(DAEMON, env=os.environ | {processes.MARKER_VARIABLE: marker})
+    parent = start(DAEMON, env=os.environ | {MARKER_VARIABLE: marker})
     lost = int(known(parent.stdout).readline())
     parent.wait(10)
-    assert [process.pid for process in processes.marked(marker)] == [lost]
-    assert processes.marked(marker[:-1]) == []
-    assert processes.marked(marker + "1") == []
-    assert processes.kill(processes.marked(marker)) == [lost]
-    assert processes.marked(marker) == []
+    assert [process.pid for process in processes.find_by_marker(marker)] == [lost]
+    assert processes.find_by_marker(marker[:-1]) == []
+    assert processes.find_by_marker(marker + "1") == []
+    assert processes.kill(processes.find_by_marker(marker)) == [lost]
+    assert processes.find_by_marker(marker) == []
 
 
 @pytest.mark.parametrize("pidfd", ["with", "without"])

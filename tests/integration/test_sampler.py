@@ -25,7 +25,7 @@ from hermes_pool.policy.liveness import (
 from hermes_pool.system import processes
 from hermes_pool.system.linux_source import LinuxSource
 from hermes_pool.system.psutil_source import PsutilSource
-from hermes_pool.system.sampler import READ_ALL_EVERY, SAMPLES_KEPT, Sampler
+from hermes_pool.system.sampler import FULL_PASS_EVERY, SAMPLES_KEPT, Sampler
 from hermes_pool.system.samples import Attention, Source
 from tests.support import known
 
@@ -99,7 +99,7 @@ def start(nothing_left: None) -> Iterator[Callable[[], Worker]]:
 
 
 def look(sampler: Sampler, *workers: Worker, attention: Attention = Attention.CLOSE, **options: Any) -> Sample:
-    samples = sampler.look({worker.identity: attention for worker in workers}, **options)
+    samples = sampler.sample({worker.identity: attention for worker in workers}, **options)
     return samples[workers[0].identity]
 
 
@@ -142,9 +142,9 @@ def test_work_between_two_looks_is_seen_by_any_of_them(
     start: Callable[[], Worker], source: type[Source], attention: Attention
 ) -> None:
     worker, idle, sampler = start(), start(), Sampler(source=source())
-    before = sampler.look({worker.identity: attention, idle.identity: attention})
+    before = sampler.sample({worker.identity: attention, idle.identity: attention})
     worker.order("burn 0.1")
-    after = sampler.look({worker.identity: attention, idle.identity: attention})
+    after = sampler.sample({worker.identity: attention, idle.identity: attention})
     assert known(after[worker.identity].cpu_s) - known(before[worker.identity].cpu_s) >= 0.08
     assert after[idle.identity].cpu_s == before[idle.identity].cpu_s
 
@@ -172,7 +172,7 @@ def test_a_zombie_a_vanished_one_and_a_pid_of_another_are_dead(
     worker.process.wait(10)
     assert look(sampler, worker).state is ProcessState.DEAD
     replaced = (other.pid, other.identity[1] - 100)
-    assert sampler.look({replaced: Attention.CLOSE})[replaced].state is ProcessState.DEAD
+    assert sampler.sample({replaced: Attention.CLOSE})[replaced].state is ProcessState.DEAD
     assert sampler.samples(replaced) == ()
 
 
@@ -202,7 +202,7 @@ def test_children_of_before_its_first_look_are_its_own_and_nobody_elses(
     look(sampler, other)
     pid = int(worker.order("start"))
     look(sampler, other)  # sees the child, and knows nothing of its parent yet
-    seen = sampler.look({worker.identity: Attention.PASSING, other.identity: Attention.PASSING})
+    seen = sampler.sample({worker.identity: Attention.PASSING, other.identity: Attention.PASSING})
     assert [each for each, _ in seen[worker.identity].descendants] == [pid]
     assert seen[other.identity].descendants == ()
 
@@ -234,8 +234,8 @@ def test_a_daemon_stays_its_own_though_its_parent_is_gone(start: Callable[[], Wo
     # Its parent is this process's by now: the worker is dead, and it was handed on.
     worker.process.kill()
     worker.process.wait(10)
-    for _ in range(READ_ALL_EVERY + 2):  # across a look that reads everything anew
-        assert sampler.look({}) == {}
+    for _ in range(FULL_PASS_EVERY + 2):  # across a look that reads everything anew
+        assert sampler.sample({}) == {}
     assert [each.pid for each in sampler.process_tree(worker.identity)] == [child.pid]
     processes.kill([child])
 
@@ -244,7 +244,7 @@ def test_a_pid_that_has_changed_hands_is_not_kin_any_more(start: Callable[[], Wo
     worker, sampler = start(), Sampler()
     pid = int(worker.order("start"))
     look(sampler, worker)
-    sampler._workers[worker.identity].family[pid].started += 1  # as if another process had begun there later
+    sampler._workers[worker.identity].tree[pid].started += 1  # as if another process had begun there later
     assert sampler.process_tree(worker.identity) == []
 
 
@@ -255,7 +255,7 @@ def test_what_was_there_at_rest_is_told_from_what_a_turn_began(start: Callable[[
     child = int(worker.order("start"))
     sample = look(sampler, worker)
     assert {pid for pid, _ in sample.descendants} == {server, child}
-    assert {pid for pid, _ in sampler.at_rest(worker.identity)} == {server}
+    assert {pid for pid, _ in sampler.descendants_when_idle(worker.identity)} == {server}
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -306,9 +306,9 @@ def test_memory_of_it_is_bounded_and_ends_with_forgetting(start: Callable[[], Wo
     assert len(sampler.samples(worker.identity)) == SAMPLES_KEPT
     assert sampler.samples(worker.identity)[-1] == last
     sampler.forget(worker.identity)
-    sampler.look({})
+    sampler.sample({})
     assert sampler.samples(worker.identity) == ()
-    assert sampler.at_rest(worker.identity) == frozenset()
+    assert sampler.descendants_when_idle(worker.identity) == frozenset()
     assert sampler.process_tree(worker.identity) == []
 
 
@@ -322,7 +322,7 @@ def verdicts(worker: Worker, sampler: Sampler) -> Iterator[Verdict]:
             heard_at=silent_since - QUIET_S,
             asked_at=silent_since,
             samples=sampler.samples(worker.identity),
-            at_rest=sampler.at_rest(worker.identity),
+            at_rest=sampler.descendants_when_idle(worker.identity),
         )
         yield diagnose(evidence, wedged_after_s=0.5).verdict
         time.sleep(0.1)
@@ -371,10 +371,10 @@ def test_a_look_at_an_idle_worker_takes_microseconds(start: Callable[[], Worker]
     workers = [start() for _ in range(10)]
     sampler = Sampler()
     asked = {worker.identity: Attention.PASSING for worker in workers}
-    sampler.look(asked)
+    sampler.sample(asked)
     spent = []
     for _ in range(12):
         began = time.process_time()
-        sampler.look(asked)
+        sampler.sample(asked)
         spent.append(time.process_time() - began)
     assert sorted(spent)[6] < 0.005  # ten times what it takes here, whoever else works on this machine

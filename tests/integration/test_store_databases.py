@@ -24,7 +24,8 @@ from sqlmodel import Field, SQLModel
 
 from hermes_pool.errors import StateNotWritableError, StoreError
 from hermes_pool.settings import SessionKey
-from hermes_pool.storage.store import ConversationStore, SessionRecord
+from hermes_pool.storage.record import SessionRecord
+from hermes_pool.storage.store import ConversationStore
 from tests.integration.databases import Database, database, postgres_server, postgres_url  # noqa: F401 - fixtures
 from tests.support import known, until
 
@@ -68,7 +69,7 @@ async def store(database: Database) -> AsyncIterator[ConversationStore]:
     await own.close()
 
 
-def put(database: Database, state: str | bytes | None, conversation_id: str = KEY.conversation_id) -> None:
+def put(database: Database, state: str | None, conversation_id: str = KEY.conversation_id) -> None:
     database.sql("INSERT INTO conversation (id, agent_state) VALUES (?, ?)", conversation_id, state)
 
 
@@ -142,7 +143,7 @@ async def test_what_only_one_database_takes_is_stored_equal_on_both(
         last_error="\udc97 literal \\u0000 and \\\\u0000",
         restart_count=2**70,
         create_time=math.inf,
-        host=b"bytes",  # type: ignore[arg-type] # of no type that it may have
+        host=b"bytes",  # type: ignore[arg-type]
     )
     await store.save(KEY, odd)
     assert read(database)["runtime_state"]["hermes"] == {
@@ -209,11 +210,11 @@ def test_every_other_key_stays_equal(database: Database, theirs: Any, jarvis: An
 @pytest.mark.parametrize(
     ("state", "word"),
     [
-        ("[1, 2]", "agent_state is a list"),
-        ('"text"', "agent_state is a text"),
+        ("[1, 2]", "agent_state is an array"),
+        ('"text"', "agent_state is a string"),
         ("17", "agent_state is a number"),
-        ('{"runtime_state": "x"}', r"agent_state\.runtime_state is a text"),
-        ('{"runtime_state": []}', r"agent_state\.runtime_state is a list"),
+        ('{"runtime_state": "x"}', r"agent_state\.runtime_state is a string"),
+        ('{"runtime_state": []}', r"agent_state\.runtime_state is an array"),
         ('{"runtime_state": {"hermes": 1}}', r"runtime_state\.hermes is a number"),
         ('{"runtime_state": {"hermes": {"schema": 2, "session_id": {}}}}', "newer hermes-pool"),
     ],
@@ -247,11 +248,11 @@ async def test_what_is_no_json_is_left_as_it_is(tmp_path: Path, state: str | byt
     database = Database(f"sqlite:///{tmp_path}/jarvis.db", "TEXT")
     store = ConversationStore.from_url(database.url)
     await store.prepare()
-    put(database, state, "c1")
+    put(database, state, "c1")  # type: ignore[arg-type]
     put(database, "{}", "c2")
     before = database.sql("SELECT typeof(agent_state), CAST(agent_state AS BLOB) FROM conversation WHERE id = 'c1'")
     for attempt in (store.save(KEY, RECORD), store.load(KEY), store.set_runtime("c1", "jarvis")):
-        with pytest.raises(StateNotWritableError, match="not JSON"):
+        with pytest.raises(StateNotWritableError, match="not valid JSON"):
             await attempt
     await store.save(SessionKey("c2"), RECORD)
     assert await store.records() == [(SessionKey("c2"), RECORD)]
@@ -267,7 +268,7 @@ async def test_postgresql_cannot_change_what_it_cannot_read(postgres_url: str, t
     store = ConversationStore.from_url(postgres_url)
     put(database, '{"theirs": ' + text + "}", "c1")
     put(database, '{"theirs": "\\\\u0000 \\ud83d\\ude00"}', "c2")
-    with pytest.raises(StateNotWritableError, match="half a surrogate pair"):
+    with pytest.raises(StateNotWritableError, match="unpaired surrogate"):
         await store.save(KEY, RECORD)
     await store.save(SessionKey("c2"), RECORD)
     assert await store.records() == [(SessionKey("c2"), RECORD)]  # the broken row hides no other
@@ -325,7 +326,7 @@ async def test_the_runtime_is_switched_and_nothing_else(store: ConversationStore
     await store.set_runtime("c2", "hermes")
     assert read(database, "c2") == {"runtime": "hermes"}
     put(database, "[]", "c3")
-    with pytest.raises(StateNotWritableError, match="agent_state is a list"):
+    with pytest.raises(StateNotWritableError, match="agent_state is an array"):
         await store.set_runtime("c3", "hermes")
 
 
@@ -631,7 +632,7 @@ async def exercise(store: ConversationStore) -> None:
     await store.set_runtime("c1", "jarvis")
     assert await store.records() == [(KEY, RECORD), (SessionKey("c1", "ada"), SessionRecord(session_id="a"))]
     assert await store.load(SessionKey("c2")) is None
-    with pytest.raises(StateNotWritableError, match="there is no row for it"):
+    with pytest.raises(StateNotWritableError, match="it has no row"):
         await store.save(SessionKey("c2"), RECORD)
 
 
@@ -653,7 +654,7 @@ async def test_a_table_of_jarvis_with_its_own_names(database: Database, names: t
     store = ConversationStore(engine, Talk, id_column=names[0], state_column=names[1], create_rows=False)
     await exercise(store)
     strict = ConversationStore(engine, Talk, id_column=names[0], state_column=names[1], create_rows=True)
-    with pytest.raises(StateNotWritableError, match="the table demands more"):
+    with pytest.raises(StateNotWritableError, match="the table requires more"):
         await strict.save(SessionKey("c2"), RECORD)
     await store.close()
     with engine.connect() as connection:  # still Jarvis', and open

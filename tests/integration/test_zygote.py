@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hermes_pool import HermesSessionManager, WorkerCrashedError
+from hermes_pool import HermesSessionManager, RestartPolicy, WorkerCrashedError
 from hermes_pool.system import processes
 from tests.support import OpenPool, alive, until
 
@@ -84,7 +84,7 @@ async def test_forks_do_not_share_their_random_numbers_nor_what_was_said(open_po
 
 
 async def test_the_exit_status_of_a_forked_worker_is_known(open_pool: OpenPool) -> None:
-    pool = await open_pool(**observer(), restarts_max=0)
+    pool = await open_pool(**observer(), restarts=RestartPolicy(replacements_per_turn_max=0))
     with pytest.raises(WorkerCrashedError, match="SIGKILL") as caught:
         await pool.send("c", "die")
     assert caught.value.returncode == -9
@@ -94,7 +94,7 @@ async def test_the_exit_status_of_a_forked_worker_is_known(open_pool: OpenPool) 
 
 
 async def test_the_death_of_the_zygote_harms_nobody_and_is_healed(open_pool: OpenPool) -> None:
-    pool = await open_pool(**observer(), restarts_max=0)
+    pool = await open_pool(**observer(), restarts=RestartPolicy(replacements_per_turn_max=0))
     before = await ask(pool, "a", "process")
     zygote = the_zygote()
     zygote.kill()

@@ -1,1 +1,1 @@
-"""What runs in a worker's interpreter. Imports nothing: see ``__main__`` for why that matters."""
+"""What runs in a worker's interpreter. This file imports nothing; ``__main__`` explains why that matters."""

@@ -1,4 +1,4 @@
-"""An agent without a model: it says what it is told, and remembers it. For tests, benchmarks and a first try."""
+"""An agent without a model: it repeats what it is told, and remembers it. For tests, benchmarks and a first try."""
 
 import uuid
 from pathlib import Path
@@ -11,10 +11,10 @@ _encode = msgspec.json.encode
 
 
 class EchoAgent:
-    """Replies with the message itself; ``/first`` quotes the first one, ``/count`` says how many there were.
+    """Replies with the message itself. ``/first`` quotes the first message, ``/count`` tells how many there were.
 
-    The turns are kept in a file per session, one JSON text a line, so that a session outlives its worker. The option
-    ``durable=False`` keeps them in memory only.
+    Each session has a file with its turns, one JSON string a line, so a session outlives its worker. The option
+    ``durable=False`` keeps the turns in memory only.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class EchoAgent:
         self._file: Path | None = None
 
     def open(self, request: Open) -> Opened:
-        """Begin a session, or read the file of the one that is asked for."""
+        """Begin a session, or read the file of the one to resume."""
         notice = recovered = None
         self._session_id = request.session_id or f"echo-{uuid.uuid4().hex[:16]}"
         if request.data_dir is not None and request.options.get("durable", True):
@@ -33,8 +33,8 @@ class EchoAgent:
             self._file = folder / f"{self._session_id}.jsonl"
             if self._file.exists():
                 recovered = self._settle(self._file, self._read(self._file), request)
-            elif request.session_id and request.committed != "0":  # else it has had no turn yet, so nothing is lost
-                notice = f"the session {request.session_id} is not known here; it begins anew, without its context"
+            elif request.session_id and request.committed != "0":  # with "0" it had no turns, so nothing is lost
+                notice = f"the session {request.session_id} is not known here; it starts again without its context"
         return Opened(
             self._session_id,
             resumed=self._count > 0,
@@ -44,11 +44,11 @@ class EchoAgent:
         )
 
     def _read(self, file: Path) -> str | None:
-        """Take up what is in the file; return its last text."""
+        """Load the turns in the file; return the text of the last one."""
         whole, _, torn = file.read_bytes().rpartition(b"\n")
         lines = whole.splitlines()
         self._count = len(lines)
-        if torn:  # its writer was killed in the middle of a line
+        if torn:  # a worker was killed in the middle of writing a line
             file.write_bytes(b"".join(line + b"\n" for line in lines))
         if not lines:
             return None
@@ -56,7 +56,7 @@ class EchoAgent:
         return msgspec.json.decode(lines[-1], type=str)
 
     def _settle(self, file: Path, last: str | None, request: Open) -> str | None:
-        """Return the reply of the unfinished turn, if it is in the history after all; take out one given up."""
+        """Return the reply of the unfinished turn if the history has it after all; remove a turn that was given up."""
         known = int(request.committed or 0)
         if request.unfinished is None or self._count <= known or last != request.unfinished.text:
             return None
@@ -67,7 +67,7 @@ class EchoAgent:
         return None
 
     def turn(self, text: str, turn: RunningTurn) -> Outcome:
-        """Say it again."""
+        """Repeat the text."""
         if self._first is None:
             self._first = text
         self._count += 1
@@ -90,7 +90,7 @@ class EchoAgent:
         return str(self._count) if text == "/count" else text
 
     def interrupt(self) -> None:
-        """Nothing to do: a turn is over before it could be interrupted."""
+        """Do nothing: a turn is over before anyone could interrupt it."""
 
     def close(self) -> None:
-        """Nothing to do: each turn was written as it ended."""
+        """Do nothing: each turn was written when it ended."""

@@ -1,9 +1,9 @@
-"""The guardian of a pool: a small process that outlives the supervisor by a moment, and ends what it leaves (Linux).
+"""The guardian of a pool: a small process that outlives the supervisor for a moment and cleans up after it. Linux only.
 
-Its standard input is a pipe that ends when the supervisor does, in whatever way. It also holds the workers' lifeline,
-together with the supervisor: so when that dies the workers still live, and what is below them can be found, also what
-has cleared its environment and left its session. Then the guardian ends all of it and leaves; should it be held up, it
-lets go of the lifeline, and the kernel kills the workers.
+Its standard input is a pipe that ends when the supervisor does, however that happens. Like the supervisor it holds the
+workers' lifeline. So when the supervisor dies, the workers are still alive, and the guardian can find everything below
+them, even processes that have cleared their environment and left their session. It ends all of it, then itself. If that
+takes too long, it lets go of the lifeline, and the kernel kills the workers.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ import signal
 from hermes_pool_worker import lifeline, process_tree
 
 HOLDS_UP_S = 0.5
-"""How long after the end of the supervisor it may keep the workers alive to look at what is below them."""
+"""How long the guardian keeps the workers alive after the end of the supervisor, at most, in seconds."""
 GIVES_UP_S = 10
-"""How long it goes on ending what keeps forking."""
+"""How long it goes on after that to end processes that keep forking, in seconds."""
 
 
 def run(pool: str) -> None:
     """Wait for the end of the supervisor, then end every process of the pool."""
     held = lifeline.inherited()
-    # Who ends a service signals all its processes at once; this one's time comes when the others are gone.
+    # A service manager signals all processes of a service at once. The guardian must outlive the others.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

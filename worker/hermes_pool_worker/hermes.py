@@ -1,7 +1,8 @@
 """Hermes Agent as the agent of a worker.
 
-This module, ``hermes_setup`` and ``hermes_history`` are the only ones of the project that import Hermes (0.19.0), and
-only from ``HermesAgent.open`` on. The user's Hermes configuration is read and never written.
+Only this module, ``hermes_setup`` and ``hermes_history`` import Hermes (0.19.0), and only inside functions, so that an
+import of these modules costs nothing. They read the user's Hermes configuration, and write only what Hermes itself
+would write: the commands that a person has allowed for good.
 """
 
 import contextlib
@@ -23,16 +24,16 @@ from hermes_pool_worker.wire import scrub
 __all__ = ["HermesAgent", "HermesOptions"]
 
 APPROVAL_KEY: Final = "hermes-pool"
-"""Under this name Hermes keeps the approvals of this process, which has one conversation."""
+"""The name under which Hermes keeps the approvals of this process and its one conversation."""
 APPROVALS: Final = ("once", "session", "always", "deny")
 PREVIEW_CHARS: Final = 500
 NOBODY_ANSWERED: Final = (
-    "[Nobody answered in time. Go on with the most sensible assumption and say so, or ask again in your reply.]"
+    "[Nobody answered in time. Continue with the most sensible assumption and say so, or ask again in your reply.]"
 )
 JOBS_LOOK_S: Final = 1.0
-"""How often it is looked whether a command in the background has ended."""
+"""How often to check whether background commands have ended, in seconds."""
 INTERRUPTED: Final = "Operation interrupted"
-"""How those replies begin that Hermes makes up for an interrupted turn."""
+"""How the replies start that Hermes makes up for interrupted turns."""
 
 _USAGE: Final = (
     "input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens", "reasoning_tokens", "api_calls",
@@ -40,14 +41,14 @@ _USAGE: Final = (
 
 
 def preload(options: Mapping[str, Any]) -> Sequence[str]:
-    """Import Hermes in a zygote, and read what all its workers read alike; return the files that went into it.
+    """Import Hermes in a zygote, and read what all workers read alike; return the files that this depends on.
 
-    Nothing is constructed: Hermes' agent has threads, of which a fork would get broken copies.
+    Construct nothing: Hermes' agent has threads, and a fork would get broken copies of them.
     """
     import_hermes(HermesOptions.of(options))
     from model_tools import get_tool_definitions  # noqa: PLC0415
 
-    logging.disable(logging.WARNING)  # each tool that is not set up would be told of here, and again in each worker
+    logging.disable(logging.WARNING)  # Hermes warns of each tool that is not set up; each worker does so once more
     get_tool_definitions(quiet_mode=True)
     logging.disable(logging.NOTSET)
     ssl.create_default_context()
@@ -55,7 +56,7 @@ def preload(options: Mapping[str, Any]) -> Sequence[str]:
 
 
 class HermesAgent:
-    """One conversation in Hermes. Cheap to make; ``open`` imports Hermes and builds its agent."""
+    """One conversation in Hermes. Cheap to construct; ``open`` imports Hermes and builds Hermes' own agent."""
 
     def __init__(self) -> None:
         self._agent: Any = None
@@ -71,7 +72,7 @@ class HermesAgent:
     # --- the session ---
 
     def prepare(self, options: Mapping[str, Any]) -> Sequence[str]:
-        """Build Hermes' agent for a session that is not known yet; return the files that went into it."""
+        """Build Hermes' agent before its session is known; return the files that this depends on."""
         checked = HermesOptions.of(options)
         if checked.cwd:
             os.chdir(checked.cwd)
@@ -80,8 +81,8 @@ class HermesAgent:
 
         self._database = SessionDB()
         self._agent = build_agent(config, checked, None, self._database, self._callbacks())
-        # Hermes would otherwise mark the session as ended when a worker goes; it only goes dormant.
-        self._agent._end_session_on_close = False  # noqa: SLF001 - Hermes has no other switch
+        # Otherwise Hermes would mark the session as ended when the worker leaves. It only goes dormant.
+        self._agent._end_session_on_close = False  # noqa: SLF001 - Hermes has no public switch for this
         return files_read()
 
     def open(self, request: Open) -> Opened:
@@ -92,7 +93,7 @@ class HermesAgent:
         if session_id:
             adopt_session(self._agent, session_id, self._database)
         self._history = History(self._database, self._agent.session_id)
-        # A constant for the life of the worker: the tools' folder and shell are kept under this name.
+        # Constant while the worker lives: Hermes keeps the folder and the shell of the tools under this name.
         self._task_id = self._agent.session_id
         recovered, taken_back = self._tidy(request) if session_id else (None, "")
         self._messages, self._mark = self._history.load(), self._history.mark()
@@ -105,29 +106,29 @@ class HermesAgent:
         )
 
     def _find(self, request: Open) -> tuple[str | None, str]:
-        """Return the id of the session to resume, or None for a new one, and what there is to say about that."""
+        """Return the id of the session to resume, or ``None`` for a new one, and a notice about it or ``""``."""
         if request.session_id is None:
             return None, ""
         session_id = self._database.resolve_resume_session_id(request.session_id)
         row = self._database.get_session(session_id)
         if row is None and request.committed == NOTHING_YET:
-            # Hermes stores a session with its first turn; this one has had none, so nothing is lost.
+            # Hermes stores a session with its first turn. This one had no turns, so nothing is lost.
             return request.session_id, ""
         if row is None:
-            return None, f"Hermes does not know the session {request.session_id}; a new one has begun."
+            return None, f"Hermes does not know the session {request.session_id}, so a new one was started."
         if row.get("ended_at"):
             self._database.reopen_session(session_id)
         return session_id, ""
 
     def _tidy(self, request: Open) -> tuple[str | None, str]:
-        """Take unfinished turns back; return the reply of ``request.unfinished``, if it is there, and what to say."""
+        """Remove unfinished turns; return the reply of ``request.unfinished``, if any, and a notice or ``""``."""
         history, said = self._history, ""
         if not history.knows(request.committed):
-            said = "Hermes' history of this session ends before the last turn that was known to be complete."
+            said = "Hermes' history of this session ends before the last turn that is known to be complete."
         beyond = history.beyond(request.committed)
         unfinished = request.unfinished
         if unfinished is not None:
-            # What comes after it is of the same turn: Hermes puts messages of its own into long ones.
+            # What follows belongs to the same turn: Hermes inserts messages of its own into long ones.
             own = [at for at, turn in enumerate(beyond) if same_text(turn, unfinished.text)]
             if own and beyond[-1].finished and not request.given_up:
                 return scrub(beyond[-1].reply), said
@@ -138,16 +139,16 @@ class HermesAgent:
             turn = beyond.pop()
             history.rewind(turn)
             if turn.acted:
-                said += " An unfinished turn, whose tools may have acted, was taken out of the history."
+                said += " An unfinished turn was removed from the history; its tools may have acted."
         return None, said.strip()
 
     def close(self) -> None:
-        """Put the session to sleep: end what runs in its name, and close the database."""
-        self._jobs.forget()  # what is ended here has brought nothing
+        """Let the session go dormant: end its background commands, and close the database."""
+        self._jobs.forget()  # a command that is ended here has no result
         with _reported():
             from tools.process_registry import process_registry  # noqa: PLC0415
 
-            # AIAgent.close asks for those of its session only, and finds none: they are listed under another name.
+            # AIAgent.close ends those of its session only, and finds none: they are listed under another name.
             process_registry.kill_all()
         if self._agent is not None:
             with _reported():
@@ -159,20 +160,20 @@ class HermesAgent:
     # --- a turn ---
 
     def turn(self, text: str, turn: RunningTurn) -> Outcome:
-        """Have Hermes answer."""
+        """Let Hermes answer."""
         from gateway.session_context import declare_stateless_channel  # noqa: PLC0415
         from tools.approval import set_current_session_key  # noqa: PLC0415
 
-        # Both bind to the current context, that is, to the thread that runs the turn. A delegated task then runs
-        # within its turn: nobody would be here for what it brings later.
+        # Both bind to the current context, and so to the thread that runs the turn. The first makes a delegated task
+        # run within its turn: nobody would be here for its result later.
         declare_stateless_channel()
         set_current_session_key(APPROVAL_KEY)
         agent, before, used = self._agent, self._mark, self._usage()
-        # An interrupt that came too late for the turn before would end this one at once.
+        # An interrupt that came too late for the previous turn would end this one at once.
         agent.clear_interrupt()
         self._turn = turn
         try:
-            # In this order: a cancel is seen here, or it finds the turn running and interrupts it.
+            # Checked after _turn is set: a cancel either is seen here, or finds the turn running and interrupts it.
             if turn.cancelled.is_set():
                 return Outcome("", "interrupted", self._history.session_id, before)
             result = agent.run_conversation(
@@ -188,7 +189,7 @@ class HermesAgent:
         finally:
             self._turn = None
             with _reported():
-                self._jobs.tell(turn)
+                self._jobs.report(turn)
         self._follow(turn)
         usage = {name: count - used[name] for name, count in self._usage().items() if count > used[name]}
         kind, reply, notice = self._settle(result, before)
@@ -196,16 +197,16 @@ class HermesAgent:
         return Outcome(reply, kind, self._history.session_id, self._mark, usage, notice)
 
     def interrupt(self) -> None:
-        """End the running turn; without one it does nothing."""
+        """End the running turn, if there is one."""
         if self._turn is not None:
             self._agent.interrupt()
 
     def _settle(
         self, result: Mapping[str, Any], before: str
     ) -> tuple[Literal["completed", "interrupted", "partial"], str, str | None]:
-        """Set the history right after a turn; return how it ended, its reply and its notice.
+        """Put the history in order after a turn; return how the turn ended, its reply and its notice.
 
-        In this order, because Hermes may call an interrupted turn completed and a failed one partial.
+        The order of the checks matters: Hermes may call an interrupted turn completed, and a failed one partial.
         """
         reply = scrub(result.get("final_response") or "")
         why = scrub(str(result.get("error") or result.get("turn_exit_reason") or "Hermes gave no reason"))
@@ -221,16 +222,16 @@ class HermesAgent:
                 return kind, "", None
         elif reply == EMPTY_REPLY or result.get("turn_exit_reason") == "empty_response_exhausted":
             self._take_back(before)
-            raise AgentError("empty_response", "the model answered with nothing, several times")
+            raise AgentError("empty_response", "the model answered with empty text several times")
         elif result.get("failed") or (not result.get("completed") and did_nothing):
-            # What Hermes calls partial although nothing was said or done, is a failure, and its reply the error's text.
+            # Hermes calls some turns partial although nothing was said or done. They failed; the reply is the error.
             self._take_back(before)
             raise AgentError(str(result.get("failure_reason") or "provider_error"), reply or why)
         elif not result.get("completed"):
             kind = "partial"
             reply = scrub(last.reply) if last is not None and reply == why else reply
         if last is not None and not last.finished:
-            # Without an answer in its place, the next prompt would be merged into this one's.
+            # Without an answer here, Hermes would merge the next prompt into this one.
             self._history.seal(reply or f"{INTERRUPTED}.")
             self._messages = self._history.load()
         else:
@@ -238,14 +239,14 @@ class HermesAgent:
         return kind, reply, why if kind == "partial" else None
 
     def _take_back(self, before: str) -> None:
-        """Take what came after this mark out of the history and out of memory."""
+        """Remove what came after this mark from the history and from memory."""
         beyond = self._history.beyond(before)
         if beyond:
             self._history.rewind(beyond[0])
         self._messages = self._history.load()
 
     def _follow(self, turn: RunningTurn) -> None:
-        """Notice that Hermes goes on under another session id, as it may after a compaction."""
+        """Report a new session id, if Hermes has changed it, as it may do in a compaction."""
         if self._agent.session_id != self._history.session_id:
             self._history.session_id = self._agent.session_id
             turn.session_moved(self._agent.session_id)
@@ -297,7 +298,7 @@ class HermesAgent:
         return NOBODY_ANSWERED if answer is None else scrub(answer)
 
     def _approve(self, request: dict[str, Any]) -> None:
-        """Ask about a dangerous command. Hermes waits, in the thread that calls this, until it is resolved."""
+        """Ask the caller about a dangerous command. Hermes waits, in the thread that calls this, for ``_resolve``."""
         turn = self._turn
 
         def ask() -> None:
@@ -310,15 +311,15 @@ class HermesAgent:
 
 
 class Jobs:
-    """Commands that Hermes' terminal tool runs in the background: told to the pool, lest it ends their worker."""
+    """The commands that Hermes' terminal tool runs in the background, reported so that the pool keeps their worker."""
 
     def __init__(self) -> None:
         self._open: dict[str, RunningTurn] = {}
         self._lock = threading.Lock()
         self._watched = False
 
-    def tell(self, turn: RunningTurn) -> None:
-        """Tell of those that run at the end of this turn and were not told of before."""
+    def report(self, turn: RunningTurn) -> None:
+        """Report those that run at the end of this turn and were not reported before."""
         from tools.process_registry import process_registry  # noqa: PLC0415
 
         running = {
@@ -336,17 +337,17 @@ class Jobs:
                 threading.Thread(target=self._watch, name="hermes-pool-jobs", daemon=True).start()
 
     def forget(self) -> None:
-        """Tell of nothing any more."""
+        """Report nothing about them any more."""
         with self._lock:
             self._open.clear()
 
     def _watch(self) -> None:
-        """Tell of each one's end; the body of a thread that lives while there are any."""
+        """Report the end of each one: the body of a thread that lives while there are any."""
         from tools.process_registry import process_registry  # noqa: PLC0415
 
         while True:
             time.sleep(JOBS_LOOK_S)
-            # Held, so that none is told of as ended after all have been forgotten.
+            # Held, so that none is reported as ended after ``forget``.
             with self._lock:
                 for job_id, turn in list(self._open.items()):
                     state = process_registry.poll(job_id)
@@ -359,7 +360,7 @@ class Jobs:
 
 
 def _outcome(state: Mapping[str, Any]) -> str:
-    """Return how a command has ended and the last that it said, shortened."""
+    """Return how a command ended, and the end of its output."""
     said = scrub(str(state.get("output_preview") or "").strip())
     ended = f"exit code {state.get('exit_code')}"
     return f"{ended}: {said[-(PREVIEW_CHARS - len(ended) - 2) :]}" if said else ended
@@ -368,8 +369,9 @@ def _outcome(state: Mapping[str, Any]) -> str:
 def _resolve(request: dict[str, Any], answer: str) -> None:
     """Give Hermes the answer to exactly this request.
 
-    ``resolve_gateway_approval`` answers the oldest one. Where several wait at once, as from parallel delegated tasks,
-    that could be another command than the one that was shown, so each is looked up by the object that it came with.
+    Hermes' own ``resolve_gateway_approval`` answers the oldest request. If several wait at once, as with parallel
+    delegated tasks, that could be another command than the one the caller saw. So this looks up the request by its
+    object.
     """
     from tools import approval  # noqa: PLC0415
 
@@ -381,7 +383,7 @@ def _resolve(request: dict[str, Any], answer: str) -> None:
 
 
 def _approval_timeout_s() -> float:
-    """Return Hermes' own patience with a question, in seconds (``approvals.timeout`` of its configuration)."""
+    """Return how long Hermes waits for an approval, in seconds (``approvals.timeout`` of its configuration)."""
     from hermes_cli.config import cfg_get, load_config_readonly  # noqa: PLC0415
 
     return float(cfg_get(load_config_readonly(), "approvals", "timeout", default=60))
@@ -399,7 +401,7 @@ def _preview(value: Any) -> str:
 
 
 def _succeeded(result: Any) -> bool:
-    """Whether a tool's result is a good one: Hermes' tools answer with JSON that names an error or an exit code."""
+    """Whether a tool succeeded. A failed one returns JSON with an error, or with an exit code that is not 0."""
     try:
         value = json.loads(result)
     except (TypeError, ValueError):
@@ -409,7 +411,7 @@ def _succeeded(result: Any) -> bool:
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """Report whatever goes wrong in here, and go on: the process ends next in any case."""
+    """Print the traceback of an exception in this block, and continue."""
     try:
         yield
     except Exception:  # noqa: BLE001

@@ -1,9 +1,11 @@
-"""What Hermes has on disk of one session, looked at as turns: marks, unfinished tails, and taking a turn back.
+"""The history of one session in Hermes' database, seen as turns: marks, unfinished turns, and removing a turn.
 
-Hermes writes the user's row before it first asks the model, then each step as it goes. So a turn that failed, or during
-which the process was killed, leaves rows without an answer, and Hermes would merge their text into the next prompt.
-Everything here goes through the public methods of Hermes' ``SessionDB``; nothing is ever deleted: a turn that is taken
-back stays on disk as inactive rows, as after Hermes' own ``/rewind``.
+Hermes writes the user's row before it asks the model, and then each step as it happens. So a turn that failed, or
+during which the process was killed, leaves rows without an answer, and Hermes would merge their text into the next
+prompt.
+
+Everything here uses the public methods of Hermes' ``SessionDB``. Nothing is deleted: a turn that is removed from the
+history stays on disk as inactive rows, as after Hermes' own ``/rewind``.
 """
 
 import hashlib
@@ -15,17 +17,17 @@ from typing import Any
 from hermes_pool_worker.wire import scrub
 
 EMPTY_REPLY = "(empty)"
-"""What Hermes writes for a model that says nothing, again and again."""
+"""What Hermes writes as the reply of a model that keeps answering with empty text."""
 _INJECTED = ("[System: ", "You've reached the maximum number of tool-calling iterations")
-"""How user rows begin that Hermes puts into a running turn itself; no user's turn begins there."""
+"""How the user rows start that Hermes itself inserts into a running turn. They do not begin a turn."""
 NOTHING_YET = "0."
-"""The mark of a session without messages."""
+"""The mark of a session that has no messages yet."""
 
 Row = dict[str, Any]
 
 
 class HistoryTurn:
-    """One user message and all that it caused: consecutive active rows of the session, the first one the user's."""
+    """One user message and all that it caused: consecutive active rows of a session, the user's row first."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -37,30 +39,30 @@ class HistoryTurn:
 
     @property
     def reply(self) -> str:
-        """The last text of the assistant; empty when there is none."""
+        """The last text of the assistant, or ``""``."""
         return next((_text(row) for row in reversed(self.rows) if row["role"] == "assistant" and _text(row)), "")
 
     @property
     def acted(self) -> bool:
-        """Whether a tool was called, and may have had an effect."""
+        """Whether a tool was called and may have had an effect."""
         return any(row.get("tool_calls") or row["role"] == "tool" for row in self.rows)
 
     @property
     def finished(self) -> bool:
-        """Whether it ends with an answer."""
+        """Whether the turn ends with an answer."""
         last = self.rows[-1]
         return last["role"] == "assistant" and not last.get("tool_calls") and _text(last) not in ("", EMPTY_REPLY)
 
 
 class History:
-    """The messages of one session in Hermes' state database. ``session_id`` may change in the middle of its life."""
+    """The messages of one session in Hermes' database. ``session_id`` may change while the session lives."""
 
     def __init__(self, database: Any, session_id: str) -> None:
         self._database = database
         self.session_id = session_id
 
     def load(self) -> list[dict[str, Any]]:
-        """Return the history as Hermes wants it for the next turn, with broken tool calls repaired."""
+        """Return the history in the form that Hermes takes for the next turn, with broken tool calls repaired."""
         from agent.replay_cleanup import sanitize_replay_history  # noqa: PLC0415 - Hermes is imported late
 
         history: list[dict[str, Any]] = self._database.get_messages_as_conversation(
@@ -69,24 +71,23 @@ class History:
         return list(sanitize_replay_history(history))
 
     def mark(self) -> str:
-        """Return the mark of the history's end: the last row's id, and a digest of what it says.
+        """Return the mark of the end of the history: the id of the last row, and a digest of its content.
 
-        The digest finds the place again where the id cannot: a compaction archives all rows and writes those that it
-        keeps anew, under the same session id or under another one.
+        The digest finds the row after a compaction, when the id no longer does: Hermes archives all rows and writes the
+        ones that it keeps again, under the same session id or under another one.
         """
         rows = self._rows()
         return f"{rows[-1]['id']}.{_digest(rows[-1])}" if rows else NOTHING_YET
 
     def knows(self, mark: str | None) -> bool:
-        """Whether the place of this mark is in the history, or was there until a compaction summed it up."""
+        """Whether the marked row is in the history, or was there until a compaction summarized it."""
         rows = self._rows()
         return mark is None or _place(rows, mark) is not None or _goes_on(rows, mark)
 
     def beyond(self, mark: str | None) -> list[HistoryTurn]:
-        """Return the turns after the mark, oldest first.
+        """Return the turns after the mark, oldest first; all turns if there is no mark.
 
-        Without a mark these are all; with one whose place was summed up by a compaction, which only a later turn can
-        have caused, it is the last turn.
+        If a compaction summarized the marked row, return the last turn: only a later turn can have caused that.
         """
         rows = self._rows()
         place = 0 if mark is None else _place(rows, mark)
@@ -95,11 +96,11 @@ class History:
         return _turns(rows[place:])
 
     def rewind(self, turn: HistoryTurn) -> None:
-        """Take back this turn and all after it."""
+        """Remove this turn and all later ones from the history."""
         self._database.rewind_to_message(self.session_id, turn.rows[0]["id"])
 
     def seal(self, text: str) -> None:
-        """End the last turn with this answer, so that no later prompt is merged into it."""
+        """End the last turn with this answer, so that Hermes does not merge the next prompt into it."""
         self._database.append_message(self.session_id, "assistant", text, finish_reason="stop")
 
     def _rows(self) -> list[Row]:
@@ -108,7 +109,7 @@ class History:
 
 
 def same_text(turn: HistoryTurn, text: str) -> bool:
-    """Whether the user's text of this turn is ``text``, by what of it Hermes keeps."""
+    """Whether ``text`` is what the user wrote in this turn, in the form in which Hermes keeps it."""
     kept: str = scrub(text)
     return turn.text == kept.strip()
 
@@ -119,7 +120,7 @@ def _turns(rows: Sequence[Row]) -> list[HistoryTurn]:
 
 
 def _place(rows: Sequence[Row], mark: str) -> int | None:
-    """Return the index of the first row after the mark, or None when the marked row is not among them."""
+    """Return the index of the first row after the mark, or ``None`` if the marked row is not there."""
     if mark == NOTHING_YET:
         return 0
     row_id, digest = _row_id(mark), mark.partition(".")[2]

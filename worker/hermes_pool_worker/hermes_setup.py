@@ -1,7 +1,7 @@
-"""Getting Hermes ready in a worker: its environment, its configuration, its agent object.
+"""Gets Hermes ready in a worker: its environment, its configuration, its agent object.
 
-Hermes is imported inside the functions, in this order: the environment is set, the configuration laid out, and only
-then the rest imported, because much of Hermes reads both while it is imported.
+Much of Hermes reads the environment and the configuration while it is imported. So Hermes is imported inside functions:
+first the environment is set, then the configuration is put in place, and only then the rest is imported.
 """
 
 import logging
@@ -16,7 +16,7 @@ from hermes_pool_worker.agent import MissingDependencyError
 
 HERMES: Final = "hermes-agent==0.19.0"
 PLATFORM: Final = "hermes-pool"
-"""Under this name Hermes files the sessions (column ``source``)."""
+"""The name under which Hermes files these sessions (column ``source``)."""
 
 QUIET: Final[dict[str, Any]] = {
     "agent": {"environment_probe": False},
@@ -24,8 +24,8 @@ QUIET: Final[dict[str, Any]] = {
     "memory": {"nudge_interval": 0},
     "skills": {"creation_nudge_interval": 0},
 }
-"""Hermes' defaults as a worker needs them: no probing subprocesses at the start, a person and not a second model asked
-about dangerous commands, no reviews by the model behind the back of an idle worker."""
+"""Defaults for Hermes in a worker: no subprocesses that probe the environment at the start; questions about dangerous
+commands go to a person, not to a second model; and an idle worker does not start reviews by the model."""
 
 _FOREIGN: Final = (
     "HERMES_CRON_SESSION", "HERMES_GATEWAY_SESSION", "HERMES_INTERACTIVE", "HERMES_UI_SESSION_ID", "TERMINAL_CWD",
@@ -34,52 +34,54 @@ _CERTIFICATES: Final = ("HERMES_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "RE
 
 
 class HermesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The ``agent_options`` of ``agent="hermes"``. What is left out is as in the user's Hermes configuration."""
+    """The ``agent_options`` of ``agent="hermes"``. Defaults come from the user's Hermes configuration."""
 
     model: str | None = None
     """Name of the model."""
     provider: str | None = None
-    """Hermes' name of its provider; ``custom`` where only ``base_url`` is given."""
+    """Hermes' name for the provider; ``custom`` if only ``base_url`` is given."""
     base_url: str | None = None
     """URL of an OpenAI-compatible server."""
     api_key: str | None = None
-    """Key for the provider or server."""
+    """Key for the provider or the server."""
     context_length: int | None = None
-    """Context window of the model in tokens; given, Hermes need not ask the server for it."""
+    """Context window of the model, in tokens. With it, Hermes need not ask the server."""
     max_iterations: int | None = None
-    """Most model calls of one turn."""
+    """How many model calls one turn may take."""
     system_prompt: str | None = None
-    """Put behind Hermes' own system prompt; not stored with the session."""
+    """Added after Hermes' own system prompt; not stored with the session."""
     enabled_toolsets: list[str] | None = None
-    """Hermes' toolsets to offer; default: those that are switched on for Hermes' command line."""
+    """Hermes' toolsets to offer. Default: those that are enabled for Hermes' command line."""
     disabled_toolsets: list[str] | None = None
-    """Toolsets to take away from these."""
+    """Toolsets to leave out of these."""
     approvals: Literal["ask", "off"] | None = None
-    """``ask``: dangerous commands become questions to the caller; ``off``: they run without one. Default: ``ask``,
+    """``ask``: the caller is asked about dangerous commands. ``off``: they run without a question. Default: ``ask``,
     unless the user's Hermes configuration says otherwise."""
     cwd: str | None = None
-    """Folder in which the tools start; default: the worker's own."""
+    """Folder in which the tools start. Default: the worker's own."""
     config: dict[str, Any] = {}
-    """Laid over Hermes' ``config.yaml``, in its shape, for this worker only."""
+    """Overrides for Hermes' ``config.yaml``, in the same structure, for this worker only."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "HermesOptions":
-        """Return the checked options; ``MissingDependencyError`` says what is wrong with them."""
+        """Return the checked options; raise ``MissingDependencyError`` with what is wrong with them."""
         try:
             return msgspec.convert(dict(options), cls)
         except msgspec.ValidationError as error:
             known = ", ".join(cls.__struct_fields__)
-            raise MissingDependencyError(f"agent_options of the agent 'hermes': {error}. They are: {known}") from error
+            raise MissingDependencyError(
+                f"agent_options of the agent 'hermes': {error}. The options are: {known}"
+            ) from error
 
     def overlay(self) -> dict[str, Any]:
-        """Return all that is laid over Hermes' configuration.
+        """Return everything that overrides Hermes' configuration.
 
-        The model goes this way, and not to the agent's constructor alone, because compaction, delegation and other
-        helpers of Hermes look it up in the configuration.
+        The model is part of it and not only an argument of the agent's constructor, because compaction, delegation and
+        other parts of Hermes look it up in the configuration.
         """
         model: dict[str, Any] = {"default": self.model, "context_length": self.context_length}
         if self.provider or self.base_url:
-            # The URL and the key of one provider are of no use to another: they are replaced together.
+            # The URL and the key of one provider are useless for another, so they are replaced together.
             model["provider"] = self.provider or "custom"
             model["base_url"] = self.base_url or ""
             model["api_key"] = self.api_key or ""
@@ -94,16 +96,16 @@ class HermesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def import_hermes(options: HermesOptions) -> dict[str, Any]:
-    """Import Hermes and return its configuration; ``MissingDependencyError`` when it is not installed, or not whole."""
+    """Import Hermes and return its configuration; raise ``MissingDependencyError`` if an import fails."""
     _clean_environment()
     try:
-        _lay_out_configuration(options.overlay())
+        _put_configuration_in_place(options.overlay())
         import run_agent  # noqa: F401, PLC0415
         from hermes_cli.config import load_config  # noqa: PLC0415
         from tools import approval  # noqa: PLC0415
     except ImportError as error:
         raise MissingDependencyError(
-            f"Hermes Agent cannot be imported ({error}). Install it into the workers' interpreter, for instance with "
+            f"Hermes Agent cannot be imported ({error}). Install it for the workers' interpreter, for example with "
             f"{sys.executable} -m pip install {HERMES}"
         ) from error
     approval.save_permanent_allowlist = _save_allowlist
@@ -115,7 +117,10 @@ def import_hermes(options: HermesOptions) -> dict[str, Any]:
 def build_agent(
     config: dict[str, Any], options: HermesOptions, session_id: str | None, database: Any, callbacks: Mapping[str, Any]
 ) -> Any:
-    """Return Hermes' agent object, with the model and the tools that Hermes' own command line would use."""
+    """Return Hermes' agent object, with the model and the tools that Hermes' own command line would use.
+
+    Raise ``MissingDependencyError`` if no model is configured.
+    """
     from hermes_cli.auth import AuthError, is_rate_limited_auth_error  # noqa: PLC0415
     from hermes_cli.fallback_config import get_fallback_chain  # noqa: PLC0415
     from hermes_cli.mcp_startup import start_background_mcp_discovery, wait_for_mcp_discovery  # noqa: PLC0415
@@ -146,7 +151,7 @@ def build_agent(
             session_db=database,
             platform=PLATFORM,
             quiet_mode=True,
-            # Hermes really sleeps between two tool calls: a second each, by default.
+            # By default Hermes sleeps for a second between two tool calls.
             tool_delay=0,
             **callbacks,
         )
@@ -154,20 +159,20 @@ def build_agent(
         if isinstance(error, AuthError) and is_rate_limited_auth_error(error):
             raise
         raise MissingDependencyError(
-            f"Hermes has no model to talk to: {error} Choose one with `hermes model`, in the HERMES_HOME of the "
-            "workers, or give model, base_url and api_key in agent_options."
+            f"Hermes has no model to talk to: {error} Choose one with `hermes model` in the HERMES_HOME of the "
+            "workers, or set model, base_url and api_key in agent_options."
         ) from error
 
 
 def adopt_session(agent: Any, session_id: str, database: Any) -> None:
-    """Have an agent that was built for a new session go on with a stored one, as Hermes' own ``/resume`` does."""
+    """Switch an agent that was built for a new session to a stored one, as Hermes' own ``/resume`` does."""
     from gateway.session_context import set_current_session_id  # noqa: PLC0415
 
     agent.session_id = session_id
     os.environ["HERMES_SESSION_ID"] = session_id
     set_current_session_id(session_id)
     agent.reset_session_state()
-    agent._invalidate_system_prompt()  # noqa: SLF001 - the stored prompt of the session is to be used
+    agent._invalidate_system_prompt()  # noqa: SLF001 - so that it uses the stored prompt of the session
     compressor = getattr(agent, "context_compressor", None)
     if compressor is not None and hasattr(compressor, "bind_session_state"):
         compressor.bind_session_state(session_db=database, session_id=session_id)
@@ -177,7 +182,7 @@ def adopt_session(agent: Any, session_id: str, database: Any) -> None:
 
 
 def files_read() -> list[str]:
-    """Return the files whose change makes what was imported and configured stale: settings, keys, Hermes itself."""
+    """Return the files that imports and configuration depend on: Hermes' settings, its keys, and Hermes itself."""
     import run_agent  # noqa: PLC0415
     from hermes_cli.config import get_config_path  # noqa: PLC0415
 
@@ -186,7 +191,7 @@ def files_read() -> list[str]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``over`` laid over it, leaf by leaf."""
+    """Return ``base`` with the values of ``over`` merged into it, at every level."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
@@ -195,21 +200,21 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clean_environment() -> None:
-    """Take out what belongs to somebody else's session, and set what Hermes reads while it is imported."""
+    """Remove the variables of other Hermes sessions, and set those that Hermes reads while it is imported."""
     for name in list(os.environ):
         if name.startswith("HERMES_SESSION_") or name in _FOREIGN:
             del os.environ[name]
-    # Without this Hermes installs packages into its own environment, in the middle of a start.
+    # Without this, Hermes installs packages into its own environment during a start.
     os.environ.setdefault("HERMES_DISABLE_LAZY_INSTALLS", "1")
-    # Otherwise a process without a terminal runs dangerous commands unasked. ``approvals: off`` still ends the asking.
+    # Without this, a process that has no terminal runs dangerous commands unasked. ``approvals: off`` still works.
     os.environ.setdefault("HERMES_EXEC_ASK", "1")
 
 
 def _trust_certifi() -> None:
-    """Name the certificates' file to Hermes, which else gathers it anew, for most of a turn's CPU time.
+    """Point Hermes to the file of certificates. Otherwise it collects them again and again: most of a turn's CPU time.
 
-    Comes after the import, which has read Hermes' ``.env``: certificates that are named there, or in the environment,
-    are the user's choice.
+    Call this after the import, which reads Hermes' ``.env``: certificates that the user names there, or in the
+    environment, take precedence.
     """
     if not any(os.environ.get(name) for name in _CERTIFICATES):
         import certifi  # noqa: PLC0415 - one of Hermes' dependencies, not of the worker's
@@ -217,12 +222,12 @@ def _trust_certifi() -> None:
         os.environ["HERMES_CA_BUNDLE"] = certifi.where()
 
 
-def _lay_out_configuration(overlay: dict[str, Any]) -> None:
+def _put_configuration_in_place(overlay: dict[str, Any]) -> None:
     """Put ``QUIET`` below the user's ``config.yaml`` and ``overlay`` above it, in this process only.
 
-    Hermes copies ``DEFAULT_CONFIG`` and merges the user's file over it at each load, so what is changed there is a
-    default that the user can override. Above the file it merges what an administrator's file demands, from
-    ``load_managed_config``; the overlay joins it there, below the administrator.
+    At each load Hermes copies ``DEFAULT_CONFIG`` and merges the user's file over it, so ``QUIET`` goes there: the user
+    can override it. Over that it merges an administrator's file, which ``load_managed_config`` returns. The overlay
+    goes there, below the administrator's values.
     """
     from hermes_cli import config, managed_scope  # noqa: PLC0415
 
@@ -234,10 +239,10 @@ def _lay_out_configuration(overlay: dict[str, Any]) -> None:
 
 
 def _save_allowlist(patterns: set[str]) -> None:
-    """Store what a person has allowed for ``always``, in the place where Hermes looks for it.
+    """Store the commands that a person has allowed ``always``, where Hermes looks for them.
 
-    Hermes' own function writes the whole configuration anew: without the user's comments, and without each value that
-    an overlay covers. This one changes the one key.
+    Hermes' own function rewrites the whole configuration, and loses the user's comments and every value that an overlay
+    covers. This one changes a single key.
     """
     from hermes_cli.config import get_config_path, read_raw_config  # noqa: PLC0415
     from utils import atomic_roundtrip_yaml_update  # noqa: PLC0415 - Hermes' module of this name

@@ -1,9 +1,9 @@
-"""Ties this process to its supervisor: when that is gone, the kernel kills it, whatever it is doing. Linux only.
+"""Ties this process to its supervisor: once that is gone, the kernel kills it, whatever it is doing. Linux only.
 
-The lifeline is a pipe in which nothing is ever written, and whose writing end the supervisor holds. Who holds the
-reading end can ask the kernel for a signal when the pipe changes, and that signal may be SIGKILL: no thread has to run
-for it, no lock of the interpreter to be free, and no mask holds it back. What is asked for belongs to an open file
-description, so each process opens one of its own; what was inherited is shared by all.
+The lifeline is a pipe. Nothing is ever written to it, and the supervisor holds its write end. A process that holds the
+read end can ask the kernel for a signal when the state of the pipe changes, and that signal may be SIGKILL: it needs no
+running thread and no interpreter lock, and no signal mask holds it back. The request belongs to an open file
+description, so each process opens one of its own; an inherited one is shared by all.
 """
 
 import contextlib
@@ -12,13 +12,12 @@ import os
 import select
 import signal
 
-VARIABLE = "HERMES_POOL_LIFELINE"
-"""Tells a process that was just started which descriptor is its lifeline; taken out of the environment at once."""
+from hermes_pool_worker.contract import LIFELINE_VARIABLE
 
 
 def inherited() -> int | None:
-    """Return the lifeline that came with the start of this process, closed to its children from now on."""
-    number = os.environ.pop(VARIABLE, "")
+    """Return the lifeline that this process was started with, if any, and keep its children from inheriting it."""
+    number = os.environ.pop(LIFELINE_VARIABLE, "")
     if not number.isdecimal():
         return None
     descriptor = int(number)
@@ -30,9 +29,9 @@ def inherited() -> int | None:
 
 
 def arm(descriptor: int) -> int | None:
-    """Die with the supervisor from now on; return the descriptor that must stay open for that, close-on-exec.
+    """Die with the supervisor from now on; return a close-on-exec descriptor that must stay open for that.
 
-    ``None`` where the kernel refuses: then the end of the wire is what this process notices. When the supervisor is
+    Return ``None`` if the kernel refuses; this process then notices the end of the wire instead. If the supervisor is
     gone already, the process ends here.
     """
     try:
@@ -46,7 +45,7 @@ def arm(descriptor: int) -> int | None:
     except OSError:
         os.close(own)
         return None
-    # It may have gone in the meantime, and the kernel tells of changes only.
+    # The supervisor may have gone before this, and the kernel reports changes only.
     now = select.poll()
     now.register(own, 0)
     if now.poll(0):
@@ -55,7 +54,7 @@ def arm(descriptor: int) -> int | None:
 
 
 def disarm(own: int | None) -> None:
-    """Live on without it."""
+    """Stay alive without the supervisor from now on. ``own`` is what ``arm`` returned."""
     if own is not None:
         with contextlib.suppress(OSError):
             os.close(own)

@@ -1,48 +1,40 @@
-"""What each worker sets for itself before it begins: the limits of its resources, and a way to ask where it hangs.
+"""What each worker sets up for itself before it serves: resource limits, and a signal that shows where it hangs.
 
-Limits are set in a worker and never in a zygote, where nobody could raise them again. What is asked for comes in the
-environment, the one thing that reaches spawned and forked workers in the same way, and is taken out of it, so that the
-agent's tools do not see it. They inherit the limits themselves, each of them its own.
+A worker sets its own limits, and never the zygote, because a lowered limit could not be raised again in a fork. They
+arrive in the environment, which reaches spawned and forked workers alike, and are taken out of it, so that the agent's
+tools do not see them. The tools do inherit the limits themselves, each process on its own.
 """
 
 import faulthandler
 import os
-import signal
 import sys
 from collections.abc import Mapping
 
 from hermes_pool_worker import stdio
+from hermes_pool_worker.contract import EXIT_UNUSABLE, RLIMITS_VARIABLE, STACKS_SIGNAL, rlimits_from
 
-RLIMITS_VARIABLE = "HERMES_POOL_RLIMITS"
-"""Holds ``NAME=VALUE`` for each limit, with spaces between: ``RLIMIT_NOFILE=1024 RLIMIT_CORE=0``."""
-STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
-"""Asks for the stacks of all threads on stderr; ``None`` where the platform has no such signal. Hermes uses SIGUSR1 in
-its gateway, and this one nowhere."""
-EXIT_UNUSABLE = 78
 _STDERR = 2
 
 
-def keep_rlimits() -> None:
-    """Set the limits that are asked for, if any; end with status 78 and the reason where that is impossible."""
+def set_rlimits() -> None:
+    """Set the limits that the environment asks for, if any.
+
+    If that is impossible, end the process with status 78 and the reason.
+    """
     wanted = os.environ.pop(RLIMITS_VARIABLE, "")
     if not wanted:
         return
     try:
-        apply_rlimits(parse_rlimits(wanted))
+        apply_rlimits(rlimits_from(wanted))
     except (ValueError, OSError, ImportError) as error:
         stdio.leave(EXIT_UNUSABLE, f"hermes-pool worker: worker_rlimits cannot be set ({wanted}): {error}")
 
 
-def parse_rlimits(text: str) -> dict[str, int]:
-    """Return the limits that the variable holds; ``ValueError`` where it cannot be read."""
-    return {name: int(value) for name, value in (pair.split("=", 1) for pair in text.split())}
-
-
 def apply_rlimits(limits: Mapping[str, int]) -> None:
-    """Set each limit, the soft and the hard one, for this process and all it starts. -1 is "no limit".
+    """Set each limit, soft and hard, for this process and all that it starts. -1 means "no limit".
 
-    Never above the hard limit that there is: what is asked for beyond it is what there is. ``ValueError`` for a name
-    that this platform does not have, and what ``resource.setrlimit`` raises.
+    A value above the current hard limit becomes the hard limit. Raise ``ValueError`` for a name that this platform does
+    not have, and whatever ``resource.setrlimit`` raises.
     """
     import resource  # noqa: PLC0415 - takes longer to import than all the rest, and most workers have no limits
 
@@ -52,16 +44,17 @@ def apply_rlimits(limits: Mapping[str, int]) -> None:
             raise ValueError(f"this platform has no limit {name!r}")
         _, hard = resource.getrlimit(number)
         if hard != resource.RLIM_INFINITY and (value == resource.RLIM_INFINITY or value > hard):
-            value = hard  # noqa: PLW2901 - as it is said above
+            value = hard  # noqa: PLW2901 - as the docstring says
         resource.setrlimit(number, (value, value))
 
 
 def arm_stacks() -> None:
-    """Have the Python stacks of all threads written to stderr at ``STACKS_SIGNAL``.
+    """Make ``STACKS_SIGNAL`` write the Python stacks of all threads to stderr.
 
-    In C and at once, whoever holds the interpreter's lock. It writes to the standard error of the process, whatever
-    ``sys.stderr`` is by now. What is forked inherits it, so a zygote does it once for all its workers (in a fork it
-    would cost 0.1 ms, mostly for pages of memory that are not shared any more then); what is executed does not.
+    The handler is written in C and runs at once, whichever thread holds the interpreter's lock. It writes to descriptor
+    2, whatever ``sys.stderr`` is by then. A forked process inherits it, so the zygote arms it once for all its workers
+    (in each fork it would cost 0.1 ms, mostly for memory pages that are then no longer shared). An executed program
+    does not.
     """
     if STACKS_SIGNAL is None or sys.platform == "win32":
         return

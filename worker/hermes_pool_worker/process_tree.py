@@ -1,10 +1,11 @@
-"""Finds and ends what a worker's tools have started. Linux only.
+"""Finds and ends the processes that a worker's tools have started. Linux only.
 
-A tool may have left its process group, its session and its parent; two ties remain. Its environment holds the worker's
-marker, unless it cleared it; and it is below its worker, which adopts whatever loses its parent there, and below the
-zygote when the worker is dead. What was forked without a program of its own shows the environment of its ancestor.
+A tool's process may have left its process group, its session and its parent, but two ties remain. Its environment holds
+the marker of its worker, unless it cleared its environment. And it is below its worker, which adopts each process below
+it that loses its parent; once the worker is dead, it is below the zygote. A process that was forked and has executed no
+program of its own shows the environment of its ancestor.
 
-A marker is ``POOL-NUMBER``, the zygote's ``POOL-zygote``: who carries one that begins with ``POOL-`` is the pool's.
+See ``contract.marker`` for the form of a marker.
 """
 
 import os
@@ -12,16 +13,18 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable
 
-MARKER_VARIABLE = "HERMES_POOL_WORKER"
+from hermes_pool_worker import procfs
+from hermes_pool_worker.contract import MARKER_VARIABLE, ZYGOTE, marker, marker_start
+
 ROUNDS_MAX = 50
-"""How often it is looked again: what is being killed may still fork."""
+"""How often to look again, at most: a process that is being killed may still fork."""
 FREEZE_S = 0.3
-"""How long a family may take to stand still before it is ended moving."""
+"""How long to wait for all processes of a pool to stand still before they are ended while they move, in seconds."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Process:
-    """What ``/proc/PID/stat`` says of a process; with its pid, ``began`` (ticks since the boot) tells who it is.
+    """One process, as ``/proc/PID/stat`` shows it. Its pid and ``began`` (ticks since boot) together identify it.
 
     Not a named tuple: ``typing`` would be a fifth of a guardian's memory.
     """
@@ -29,31 +32,31 @@ class Process:
     __slots__ = ("began", "group", "parent", "session", "state")
 
     def __init__(self, fields: list[bytes]) -> None:
-        self.state = fields[0].decode()
-        self.parent = int(fields[1])
-        self.group = int(fields[2])
-        self.session = int(fields[3])
-        self.began = fields[19].decode()
+        self.state = fields[procfs.STATE]
+        self.parent = int(fields[procfs.PARENT])
+        self.group = int(fields[procfs.GROUP])
+        self.session = int(fields[procfs.SESSION])
+        self.began = int(fields[procfs.BEGAN])
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one that loses its own; no-op where the kernel refuses."""
-    import ctypes  # noqa: PLC0415 - 3 ms, which a guardian need not pay
+    """Become the parent of every process below this one that loses its own. Does nothing if the kernel refuses."""
+    import ctypes  # noqa: PLC0415 - takes 3 ms, which the guardian need not pay
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap_adopted() -> None:
-    """Take leave of the adopted that have ended. What this process has started itself is awaited by its own code.
+    """Reap the adopted processes that have ended. Those that this process started itself are left to their own code.
 
-    Told apart by their session and process group: a child of ours is in ours, or leads its own. An adopted one of which
-    that is true as well stays a zombie until this process ends.
+    Session and process group tell them apart: a child that this process started has the same as this process, or leads
+    its own. An adopted process that looks like one stays a zombie until this process ends.
     """
     if not has_children():
         return
     own = os.getpid(), os.getpgrp(), os.getsid(0)
     for pid, process in _table().items():
-        if process.parent != own[0] or process.state != "Z":
+        if process.parent != own[0] or process.state != b"Z":
             continue
         if process.session not in (own[2], pid) or process.group not in (own[1], pid):
             try:
@@ -63,7 +66,7 @@ def reap_adopted() -> None:
 
 
 def has_children() -> bool:
-    """Whether this process is the parent of any other, dead ones included. One system call."""
+    """Whether this process has any child, dead ones included. Takes one system call."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -72,15 +75,15 @@ def has_children() -> bool:
 
 
 def end_descendants() -> None:
-    """End everything below this process."""
+    """End every process below this one."""
     if has_children():
         _end_all(lambda: _living(below(_table(), {os.getpid()})))
 
 
 def end_hidden_descendants() -> list[int]:
-    """End what is below this process and shows no worker's marker; return the pids.
+    """End the processes below this one that show no worker's marker; return their pids.
 
-    The supervisor, which ends the others, cannot see these.
+    The supervisor ends the others, but cannot find these.
     """
     if not has_children():
         return []
@@ -88,13 +91,13 @@ def end_hidden_descendants() -> list[int]:
 
 
 def end_orphans(leader: int, workers: Collection[int]) -> None:
-    """End what a dead worker has left to this process, as far as the supervisor cannot see it, and its session.
+    """End what a dead worker left in its session, and what it left to this process that the supervisor cannot find.
 
-    ``leader`` is the worker, not waited for yet, so that its pid is still its own. ``workers`` are those that live; a
-    child of this process that is none of them was left by a dead one, since a living one adopts what it orphans.
+    ``leader`` is the pid of the worker, which is not reaped yet, so the pid is still its own. ``workers`` are the
+    living workers. Any other child of this process was left by a dead worker, since a living one adopts its orphans.
     """
 
-    def found() -> dict[int, str]:
+    def found() -> dict[int, int]:
         table = _table()
         here = os.getpid()
         adopted = {
@@ -107,14 +110,14 @@ def end_orphans(leader: int, workers: Collection[int]) -> None:
     _end_all(found)
 
 
-def end_marked(marker: str) -> None:
-    """End every other process that carries this worker's marker, and everything below this one."""
-    entry = f"{MARKER_VARIABLE}={marker}".encode()
+def end_marked(own: str) -> None:
+    """End every other process that carries ``own``, the marker of this worker, and everything below this process."""
+    entry = f"{MARKER_VARIABLE}={own}".encode()
 
-    def found() -> dict[int, str]:
+    def found() -> dict[int, int]:
         table = _table()
         here = os.getpid()
-        marked = {pid: each for pid, each in table.items() if pid != here and _shows(pid, entry)}
+        marked = {pid: each for pid, each in table.items() if pid != here and entry in procfs.environment(pid)}
         return _living({**marked, **below(table, {here})})
 
     _end_all(found)
@@ -123,20 +126,20 @@ def end_marked(marker: str) -> None:
 def end_pool(pool: str) -> None:
     """End every other process of a pool, and everything below those.
 
-    They are made to stand still first: what is below a worker that is dead cannot be told any more, and what runs
-    may fork meanwhile.
+    They are made to stand still first, because a running process may fork meanwhile, and because what is below a dead
+    worker can no longer be found.
     """
-    entry = f"{MARKER_VARIABLE}={pool}-".encode()
+    start = f"{MARKER_VARIABLE}={marker_start(pool)}".encode()
     here = os.getpid()
 
-    def found() -> dict[int, str]:
+    def found() -> dict[int, int]:
         table = _table()
-        owned = {pid: each for pid, each in table.items() if pid != here and _shows(pid, entry)}
+        owned = {pid: each for pid, each in table.items() if pid != here and _has_entry(pid, start)}
         family = {**owned, **below(table, owned)}
         family.pop(here, None)
         return _living(family)
 
-    frozen: dict[int, str] = {}
+    frozen: dict[int, int] = {}
     until = time.monotonic() + FREEZE_S
     while time.monotonic() < until:
         moving = {pid: began for pid, began in found().items() if frozen.get(pid) != began}
@@ -151,7 +154,7 @@ def end_pool(pool: str) -> None:
 
 
 def below(table: dict[int, Process], roots: Iterable[int]) -> dict[int, Process]:
-    """Return the descendants of some processes; zombies included, since what is theirs is below them."""
+    """Return the descendants of the processes ``roots``. Zombies count, because their children are below them."""
     known = set(roots)
     found: dict[int, Process] = {}
     while children := {pid: each for pid, each in table.items() if each.parent in known and pid not in known}:
@@ -160,8 +163,9 @@ def below(table: dict[int, Process], roots: Iterable[int]) -> dict[int, Process]
     return found
 
 
-def _end_all(find: Callable[[], dict[int, str]]) -> list[int]:
-    ended: dict[int, str] = {}
+def _end_all(find: Callable[[], dict[int, int]]) -> list[int]:
+    """Kill what ``find`` returns, until it finds nothing more; return the pids."""
+    ended: dict[int, int] = {}
     for _ in range(ROUNDS_MAX):
         found = find()
         if not found:
@@ -172,8 +176,8 @@ def _end_all(find: Callable[[], dict[int, str]]) -> list[int]:
     return list(ended)
 
 
-def _signal(pid: int, began: str, number: int) -> None:
-    """Signal a process, unless its pid has become another one's meanwhile."""
+def _signal(pid: int, began: int, number: int) -> None:
+    """Signal a process, unless its pid belongs to another process by now."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
@@ -187,47 +191,35 @@ def _signal(pid: int, began: str, number: int) -> None:
         os.close(pidfd)
 
 
-def _living(processes: dict[int, Process]) -> dict[int, str]:
-    return {pid: process.began for pid, process in processes.items() if process.state not in "ZX" and pid > 1}
+def _living(processes: dict[int, Process]) -> dict[int, int]:
+    """Return the living ones, as a map from pid to ``began``."""
+    return {pid: process.began for pid, process in processes.items() if process.state not in b"ZX" and pid > 1}
 
 
-def _hidden(processes: dict[int, Process]) -> dict[int, str]:
-    """Those that live and show no worker's marker; that of a zygote is shown by whatever was only forked."""
+def _hidden(processes: dict[int, Process]) -> dict[int, int]:
+    """Return the living ones that show no worker's marker. A process that was only forked may show the zygote's."""
     found = {}
     for pid, began in _living(processes).items():
         shown = _marker(pid)
-        if shown is None or shown.endswith(b"-zygote"):
+        if shown is None or shown.endswith(marker("", ZYGOTE).encode()):
             found[pid] = began
     return found
 
 
 def _table() -> dict[int, Process]:
-    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - no pathlib in a zygote
-    return {pid: process for pid in pids if (process := _process(pid)) is not None}
+    return {pid: process for pid in procfs.pids() if (process := _process(pid)) is not None}
 
 
 def _process(pid: int) -> Process | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            # After the name, which is in parentheses and may hold anything.
-            return Process(file.read().rpartition(b")")[2].split(None, 20))
-    except OSError:
-        return None
+    fields = procfs.stat(pid)
+    return None if fields is None else Process(fields)
 
 
-def _shows(pid: int, entry: bytes) -> bool:
-    """Whether a process was started with this entry of the environment; one that ends with ``-`` is a beginning."""
-    return any(each == entry or (entry.endswith(b"-") and each.startswith(entry)) for each in _environment(pid))
+def _has_entry(pid: int, start: bytes) -> bool:
+    """Whether an entry of this process's environment starts with these bytes."""
+    return any(each.startswith(start) for each in procfs.environment(pid))
 
 
 def _marker(pid: int) -> bytes | None:
     name = f"{MARKER_VARIABLE}=".encode()
-    return next((each.removeprefix(name) for each in _environment(pid) if each.startswith(name)), None)
-
-
-def _environment(pid: int) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            return file.read().split(b"\0")
-    except OSError:
-        return []
+    return next((each.removeprefix(name) for each in procfs.environment(pid) if each.startswith(name)), None)

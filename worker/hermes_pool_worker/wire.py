@@ -1,14 +1,15 @@
-"""The wire between a supervisor and one worker: the messages and their codec, used as this one file by both sides.
+"""The wire between a supervisor and one worker: the messages and their codec. Both sides use this one file.
 
-A frame is a 4-byte big-endian length and that many bytes of MessagePack. A message is a tagged array: the type's name,
-then its fields in order; a field that is added later goes last and has a default, so that either side may be older.
+A frame is a 4-byte big-endian length, followed by that many bytes of MessagePack. A message is a tagged array: the name
+of its type, then its fields in order. New fields are added at the end and have a default, so either side may be older
+than the other.
 
-The codec does no I/O: bytes go in, messages come out, so the asyncio side and the blocking side share it. It trusts
-nothing: a length is checked before anything is allocated for it, and a stream that has failed once has lost its
-framing for good; its decoder refuses further bytes, and whoever owns it discards that worker.
+The codec does no I/O. Bytes go in and messages come out, so the asyncio side and the blocking side can share it. It
+trusts nothing: it checks a length before it allocates memory for it. A stream that has failed once has lost its framing
+for good; its decoder refuses further bytes, and the owner of the stream discards the worker.
 
-Text crosses as UTF-8. Half a surrogate pair, which Python strings can hold and UTF-8 cannot, becomes U+FFFD, by the
-same rule in both directions.
+Text crosses the wire as UTF-8. Half of a surrogate pair, which a Python string can hold and UTF-8 cannot, becomes
+U+FFFD in either direction.
 """
 
 import functools
@@ -18,30 +19,29 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 PROTOCOL: Final = 1
-"""Version of this file's messages; ``Hello`` carries it, and a supervisor refuses a worker of another one."""
+"""Version of the messages in this file. ``Hello`` carries it; a supervisor refuses a worker with another version."""
 
 HEADER_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Default limit of one frame in either direction. It bounds a frame, never a connection."""
-
+"""Default limit of one frame in either direction, in bytes. It limits a frame, not a connection."""
 
 NAME_CHARS_MAX: Final = 512
-"""Longest name: of a turn, a session, a tool, a call. Names are kept and stored; what is said has no such limit."""
+"""Longest name (of a turn, a session, a tool, a call). Names are stored; text has no such limit."""
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 Mark: TypeAlias = Annotated[str, msgspec.Meta(max_length=8 * NAME_CHARS_MAX)]
-"""A point of a history, in words of the agent's own."""
+"""A point in an agent's history, in a format that only the agent knows."""
 Modules: TypeAlias = Annotated[list[Name], msgspec.Meta(max_length=10_000)]
 
 
 class WireError(Exception):
-    """The other side broke the protocol; its stream cannot be trusted any more."""
+    """The other side broke the protocol; its stream can no longer be trusted."""
 
 
 class FrameTooLargeError(WireError):
-    """A frame is over the limit.
+    """A frame is over the limit. ``size`` and ``limit`` are in bytes.
 
-    ``size`` and ``limit`` are in bytes. Raised on encoding, where nothing has been sent and the stream is intact, and
-    on decoding, where it is the other side's fault.
+    When encoding raises it, nothing has been sent and the stream is intact. A decoder that reports it has received it
+    from the other side, and its stream has failed.
     """
 
     def __init__(self, size: int, limit: int) -> None:
@@ -51,11 +51,11 @@ class FrameTooLargeError(WireError):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages: immutable, tagged with the type's name."""
+    """Base of all messages: immutable, and tagged with the name of the type."""
 
 
 class TurnMessage(Message, frozen=True):
-    """A message that belongs to one attempt of one turn; whoever awaits another one drops it."""
+    """Base of the messages that belong to one attempt of one turn. The receiver drops those of any other attempt."""
 
     turn_id: str
     attempt: int
@@ -65,9 +65,10 @@ class TurnMessage(Message, frozen=True):
 
 
 class Turn(TurnMessage, frozen=True):
-    """Answer ``text``. ``attempt`` is 1, or more when an earlier worker died with this turn.
+    """Answer ``text``. ``attempt`` starts at 1 and grows with each worker that dies during this turn.
 
-    Where nobody watches (``streams`` is false), pieces of text are sent only now and then, as a sign of progress.
+    If nobody watches the turn (``streams`` is false), the worker sends a piece of text only now and then, as a sign of
+    progress.
     """
 
     text: str
@@ -75,11 +76,11 @@ class Turn(TurnMessage, frozen=True):
 
 
 class Cancel(TurnMessage, frozen=True):
-    """End this turn soon; one that is over, or not begun, is left alone."""
+    """End this turn soon. Without effect on a turn that is over or that the worker does not know."""
 
 
 class Answer(TurnMessage, frozen=True):
-    """The reply to a ``Question`` of this turn."""
+    """The caller's answer to a ``Question`` of this turn."""
 
     question_id: str
     text: str
@@ -89,11 +90,13 @@ class Open(Message, frozen=True):
     """Bind this worker to a conversation: begin a session, or resume ``session_id``.
 
     ``committed`` is the mark of the last turn that the supervisor knows to be complete (see ``TurnDone``).
-    ``unfinished`` is the turn during which the worker before this one died, if one did: an agent that finds it complete
-    in its history returns its reply in ``Opened.recovered``; otherwise it takes every trace of it out. So it does also
-    with a complete one where it was ``given_up``: its caller has been told that it failed.
-    ``options`` are the user's ``agent_options``; ``data_dir`` is a folder where an agent may keep files of its own.
-    ``question_timeout_s`` is how long a question of the agent may wait for its answer, if the agent allows more.
+
+    ``unfinished`` is the turn during which the previous worker died, if it did. An agent that finds this turn complete
+    in its history returns the reply in ``Opened.recovered``; otherwise it removes every trace of the turn. If the turn
+    was ``given_up``, its caller has been told that it failed, and the agent removes even a complete one.
+
+    ``options`` are the ``agent_options`` of the settings. ``data_dir`` is a folder for the agent's own files.
+    ``question_timeout_s`` is the longest time that a question may wait for its answer, in seconds.
     """
 
     conversation_id: str
@@ -107,27 +110,27 @@ class Open(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Get as ready as is possible without a conversation; ``Open`` follows when one needs a worker. Optional."""
+    """Get as ready as possible without a conversation. Optional; ``Open`` follows when a conversation comes."""
 
     options: dict[str, Any] = {}
     data_dir: str | None = None
 
 
 class Ping(Message, frozen=True):
-    """Answered by the reader thread with ``Pong``, also in the middle of a turn."""
+    """Answer with ``Pong``, even in the middle of a turn."""
 
     number: int
 
 
 class Close(Message, frozen=True):
-    """Finish what runs, put everything away, answer ``Closed`` and exit with status 0."""
+    """Finish the work at hand, close the agent, answer ``Closed`` and exit with status 0."""
 
 
 # --- from the worker -------------------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """The first frame of a worker, sent before anything heavy is imported."""
+    """The first frame of a worker, sent before it imports anything heavy."""
 
     protocol: int
     pid: int
@@ -136,7 +139,7 @@ class Hello(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """Everything is ready but the session. ``watched`` are the files whose change makes this worker stale."""
+    """Everything but the session is ready. A change to any of the files in ``watched`` makes this worker stale."""
 
     watched: list[str]
 
@@ -144,9 +147,9 @@ class Prepared(Message, frozen=True):
 class Opened(Message, frozen=True):
     """The session is ready for turns.
 
-    ``session_id`` is the agent's own name for it. ``resumed`` says whether earlier turns are in context; ``notice``
-    says in words what was asked for and could not be had (an unknown session, say). ``committed`` is the mark after
-    opening, ``recovered`` the reply of ``Open.unfinished`` when that turn turned out to be complete.
+    ``session_id`` is the agent's own name for the session. ``resumed`` is true if earlier turns are in context.
+    ``committed`` is the mark after opening. ``recovered`` is the reply of ``Open.unfinished``, if that turn turned out
+    to be complete. ``notice`` tells people about something that could not be done, such as resuming an unknown session.
     """
 
     session_id: Name
@@ -157,28 +160,28 @@ class Opened(Message, frozen=True):
 
 
 class TextDelta(TurnMessage, frozen=True):
-    """A further piece of the reply."""
+    """The next piece of the reply."""
 
     text: str
 
 
 class ReasoningDelta(TurnMessage, frozen=True):
-    """A further piece of what the model thinks aloud; no part of the reply."""
+    """The next piece of the model's reasoning, which is not part of the reply."""
 
     text: str
 
 
 class ToolStarted(TurnMessage, frozen=True):
-    """A tool is about to act on the world; from here on the turn may have had effects."""
+    """A tool is about to act. From here on the turn may have had effects."""
 
     call_id: Name
     name: Name
     arguments: str
-    """Preview of the arguments, shortened by the agent."""
+    """A preview, shortened by the agent."""
 
 
 class ToolFinished(TurnMessage, frozen=True):
-    """That tool is done. ``result`` is a preview, ``duration_s`` its run time in seconds."""
+    """The tool is done. ``result`` is a preview, ``duration_s`` its run time in seconds."""
 
     call_id: Name
     name: Name
@@ -188,16 +191,16 @@ class ToolFinished(TurnMessage, frozen=True):
 
 
 class Status(TurnMessage, frozen=True):
-    """A remark for people about the turn's progress (a retry, a compaction, a restart)."""
+    """A remark for people about the progress of the turn (a retry, a compaction, a restart)."""
 
     text: str
 
 
 class Question(TurnMessage, frozen=True):
-    """The agent waits for a person: answer with ``Turn.answer(question_id, ...)`` before ``timeout_s`` is over.
+    """The agent waits for a person. Answer with ``Turn.answer(question_id, ...)`` within ``timeout_s`` seconds.
 
-    For ``kind="approval"`` the text is the command and the answers are those in ``choices``; without one in time, it is
-    denied. For ``kind="clarify"`` any text will do, and ``choices`` are proposals.
+    For ``kind="approval"``, ``text`` is a command, and the answer must be one of ``choices``; without one in time, the
+    command is denied. For ``kind="clarify"``, any text is an answer, and ``choices`` are suggestions.
     """
 
     question_id: Name
@@ -208,7 +211,7 @@ class Question(TurnMessage, frozen=True):
 
 
 class SessionMoved(TurnMessage, frozen=True):
-    """The agent goes on under another session id (Hermes may do so when it compacts a history)."""
+    """The session continues under another id, as Hermes may do when it compacts a history."""
 
     session_id: Name
 
@@ -216,9 +219,9 @@ class SessionMoved(TurnMessage, frozen=True):
 class TurnDone(TurnMessage, frozen=True):
     """The turn is over and in the agent's history.
 
-    ``outcome`` is ``completed``, ``interrupted`` (by ``Cancel``; ``text`` is what there was) or ``partial`` (the agent
-    stopped early; ``notice`` says why). ``committed`` marks this point of the history: an opaque string that only the
-    agent reads. ``usage`` holds this turn's counts (``input_tokens``, ``output_tokens``, ...), where known.
+    ``outcome`` is ``completed``, ``interrupted`` (by ``Cancel``; ``text`` is the reply so far) or ``partial`` (the
+    agent stopped early; ``notice`` says why). ``committed`` marks this point in the history; it is opaque to all but
+    the agent. ``usage`` holds the counts of this turn (``input_tokens``, ``output_tokens``, ...), if they are known.
     """
 
     text: str
@@ -230,10 +233,10 @@ class TurnDone(TurnMessage, frozen=True):
 
 
 class TurnFailed(TurnMessage, frozen=True):
-    """The agent could not answer, and has taken this turn out of its history; the worker lives on.
+    """The agent could not answer, and has removed the turn from its history. The worker lives on.
 
-    ``reason`` is a short word for programs (``rate_limit``, ``server_error``, ``frame_too_large``, ...), ``text`` the
-    story for people.
+    ``reason`` is a short word for programs (``rate_limit``, ``server_error``, ``frame_too_large``, ...), ``text`` is
+    the explanation for people.
     """
 
     reason: Name
@@ -243,7 +246,7 @@ class TurnFailed(TurnMessage, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """The answer to ``Ping`` with the same number."""
+    """The answer to the ``Ping`` with the same number."""
 
     number: int
 
@@ -253,39 +256,39 @@ class Closed(Message, frozen=True):
 
 
 class Imported(Message, frozen=True):
-    """The modules that this worker had to import after it was forked, told once, when a first turn has ended."""
+    """The modules that this worker had to import after it was forked. Sent once, after its first turn."""
 
     modules: Modules
 
 
 class BackgroundStarted(Message, frozen=True):
-    """The agent works on something that may outlast its turn, and wants its worker to live until that has ended."""
+    """The agent has started a job that may outlast its turn, and needs its worker until the job has ended."""
 
     job_id: Name
     name: Name
-    """What it is, for people."""
+    """What the job is, for people."""
 
 
 class BackgroundFinished(Message, frozen=True):
-    """That work has ended. It belongs to no turn: the turn in which it began is over as a rule."""
+    """The job has ended. This frame belongs to no turn: the turn that started the job is usually over."""
 
     job_id: Name
     result: str = ""
-    """Preview of what came out, shortened by the agent."""
+    """A preview, shortened by the agent."""
 
 
 # --- between the supervisor and a zygote, one message a datagram ------------------------------------------------------
 
 
 class Preload(Message, frozen=True):
-    """Import the agent, and these modules of which it is known that a first turn needs them."""
+    """Import the agent, and the modules that a first turn is known to need."""
 
     modules: list[str]
     options: dict[str, Any] = {}
 
 
 class Fork(Message, frozen=True):
-    """Fork a worker. Its descriptors 0, 1 and 2 come with the message; ``environment`` is all that it gets."""
+    """Fork a worker. The message comes with its descriptors 0, 1 and 2; ``environment`` is its whole environment."""
 
     number: int
     environment: dict[str, str]
@@ -293,7 +296,7 @@ class Fork(Message, frozen=True):
 
 
 class Preloaded(Message, frozen=True):
-    """The zygote is ready. ``watched`` are the files whose change makes it stale."""
+    """The zygote is ready. A change to any of the files in ``watched`` makes it stale."""
 
     pid: int
     modules: int
@@ -301,14 +304,14 @@ class Preloaded(Message, frozen=True):
 
 
 class Forked(Message, frozen=True):
-    """A worker exists, and does nothing before this message was sent; its pidfd comes with it."""
+    """A worker exists; it does nothing until this message has been sent. The message comes with its pidfd."""
 
     number: int
     pid: int
 
 
 class NotForked(Message, frozen=True):
-    """No worker was forked. ``retryable`` is false where this zygote will never fork again."""
+    """No worker was forked. ``retryable`` is false if this zygote will never fork again."""
 
     number: int
     reason: str
@@ -316,42 +319,34 @@ class NotForked(Message, frozen=True):
 
 
 class Reaped(Message, frozen=True):
-    """The worker of that ``Fork`` has ended, with this status (negative: the signal)."""
+    """The worker of the ``Fork`` with this number has ended. A negative ``returncode`` is a signal."""
 
     number: int
     returncode: int
 
 
 ToWorker: TypeAlias = Open | Prepare | Turn | Cancel | Answer | Ping | Close
-FromWorker: TypeAlias = (
-    Hello
-    | Prepared
-    | Opened
-    | TextDelta
-    | ReasoningDelta
-    | ToolStarted
-    | ToolFinished
-    | Status
-    | Question
-    | SessionMoved
-    | TurnDone
-    | TurnFailed
-    | Pong
-    | Closed
-    | Imported
-    | BackgroundStarted
-    | BackgroundFinished
-)
+StartFrame: TypeAlias = Hello | Prepared | Opened
+"""What a worker answers while it starts."""
+TurnEvent: TypeAlias = TextDelta | ReasoningDelta | ToolStarted | ToolFinished | Status | Question | SessionMoved
+"""What a caller sees of a running turn."""
+TurnEnd: TypeAlias = TurnDone | TurnFailed
+"""The last frame of a turn."""
+TurnFrame: TypeAlias = TurnEvent | TurnEnd
+"""Every frame that belongs to one attempt of one turn."""
+BackgroundFrame: TypeAlias = BackgroundStarted | BackgroundFinished
+"""News of work that outlasts its turn."""
+WorkerFrame: TypeAlias = StartFrame | BackgroundFrame | Pong | Imported | Closed
+"""Every frame that belongs to no turn."""
+FromWorker: TypeAlias = TurnFrame | WorkerFrame
 ToZygote: TypeAlias = Preload | Fork
 FromZygote: TypeAlias = Preloaded | Forked | NotForked | Reaped
-Event: TypeAlias = TextDelta | ReasoningDelta | ToolStarted | ToolFinished | Status | Question | SessionMoved
-"""What a caller sees of a running turn."""
 
 
 def worker_takes(frame_bytes_max: int) -> int:
     """Return the limit of a frame to a worker, in bytes.
 
-    Twice the limit of a message: ``Open`` may carry one, and the agent's options beside it.
+    It is twice the limit of a message, because ``Open`` may carry a message and the agent's options besides.
     """
     return min(2 * frame_bytes_max, 2**32 - 1)
 
@@ -359,7 +354,7 @@ def worker_takes(frame_bytes_max: int) -> int:
 # --- the codec -------------------------------------------------------------------------------------------------------
 
 KEPT_BYTES_MAX: Final = 4 * 1024 * 1024
-"""A larger buffer is not kept for the next frame."""
+"""A buffer larger than this is not kept for the next frame."""
 
 _encode_into = msgspec.msgpack.Encoder().encode_into
 _write_header = struct.Struct(">I").pack_into
@@ -367,14 +362,14 @@ T = TypeVar("T")
 
 
 class FrameEncoder:
-    """Turns messages into frames, in a buffer that it keeps: a large frame need not find its memory anew each time."""
+    """Turns messages into frames, in a buffer that it keeps, so that not every frame has to allocate memory."""
 
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._limit = frame_bytes_max
         self._frame = bytearray(HEADER_BYTES)
 
-    def encode(self, message: Any) -> bytearray:
-        """Return the frame of ``message``, valid until the next call; ``FrameTooLargeError`` when it is too large."""
+    def encode(self, message: object) -> bytearray:
+        """Return the frame of ``message``, valid until the next call; raise ``FrameTooLargeError`` over the limit."""
         frame = self._frame
         try:
             _encode_into(message, frame, HEADER_BYTES)
@@ -389,15 +384,15 @@ class FrameEncoder:
         return frame
 
 
-def encode(message: Any, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytearray:
-    """Return the frame of ``message``; ``FrameTooLargeError`` when it is over the limit."""
+def encode(message: object, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytearray:
+    """Return the frame of ``message``; raise ``FrameTooLargeError`` over the limit."""
     return FrameEncoder(frame_bytes_max).encode(message)
 
 
 def scrub(value: Any) -> Any:
-    """Return ``value`` (built-in types) with text that UTF-8 can hold: each lone surrogate becomes U+FFFD."""
+    """Return ``value`` (of built-in types) with each lone surrogate in its text replaced by U+FFFD."""
     if isinstance(value, str):
-        # UTF-16 joins the halves that stand side by side, and gives up only those that stand alone.
+        # UTF-16 joins two halves that stand side by side, and replaces only those that stand alone.
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, dict):
         return {scrub(key): scrub(item) for key, item in value.items()}
@@ -409,11 +404,12 @@ def scrub(value: Any) -> Any:
 class FrameDecoder(Generic[T]):
     """Turns the bytes of one stream into messages of the declared type.
 
-    A frame over the limit, bytes that are no MessagePack, and MessagePack that is no declared message end the stream:
-    ``failed`` then says why, and no further message comes out of it. It is a value and no exception, because the
-    messages before the fault are good and are still returned.
+    The stream fails at a frame over the limit, at bytes that are not MessagePack, and at MessagePack that is not a
+    declared message. ``failed`` then says why, and no further messages come out. It is an attribute, not an exception,
+    because the messages before the fault are good and are still returned.
     """
 
+    # The type checker does not accept a union as ``type[T]``.
     def __init__(self, message_type: Any, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._decode = _decoder_for(message_type)
         self._limit = frame_bytes_max
@@ -422,21 +418,21 @@ class FrameDecoder(Generic[T]):
 
     @property
     def mid_frame(self) -> bool:
-        """Whether the bytes so far stop inside a frame: an end of the stream here means that something was lost."""
+        """Whether the bytes so far end inside a frame. If the stream ends here, something was lost."""
         return bool(self._buffer)
 
     @property
     def missing(self) -> int:
-        """How many bytes the frame that has begun still lacks, as far as that is known yet."""
+        """How many bytes the current frame still lacks; 0 while its length is not known yet."""
         buffer = self._buffer
         if len(buffer) < HEADER_BYTES:
             return 0
         return HEADER_BYTES + int.from_bytes(buffer[:HEADER_BYTES], "big") - len(buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[T]:
-        """Take the next bytes, wherever they were cut, and return the messages that are now complete.
+        """Take the next bytes, cut anywhere, and return the messages that are now complete.
 
-        ``data`` is not kept: its memory may be used again.
+        ``data`` is not kept; its memory may be reused.
         """
         if self.failed is not None:
             return []
@@ -473,7 +469,7 @@ class FrameDecoder(Generic[T]):
         return messages
 
     def _feed_one(self, data: bytes | bytearray | memoryview) -> list[T]:
-        """Take exactly one whole frame, as nearly always: the short way."""
+        """Take exactly one whole frame: the fast path, and by far the most frequent one."""
         try:
             with memoryview(data) as view:
                 return [self._decode(view[HEADER_BYTES:])]
@@ -491,4 +487,4 @@ _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def _no_message(error: Exception) -> WireError:
-    return WireError(f"bytes that are no message of protocol {PROTOCOL}: {error}")
+    return WireError(f"bytes that are not a message of protocol {PROTOCOL}: {error}")

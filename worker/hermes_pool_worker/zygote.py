@@ -1,11 +1,11 @@
-"""Forks workers from one process that has imported everything, and constructed nothing.
+"""The zygote: a process that has imported everything and constructed nothing, and forks workers. Linux only.
 
-It has one thread, looks for that before each fork, and does three things: it forks when it is told to, reaps its
-children and says how they ended, and leaves when the supervisor is gone, with all that is below it: it adopts what a
-dead worker leaves, and ends it. A fork takes the descriptors that came with the request as its 0, 1 and 2 and goes on
-as any worker does: the rest of the worker cannot tell.
+It has a single thread, and checks that before each fork. It forks on request. It reaps its children and reports how
+they ended; what a dead worker has left running, it adopts and ends. When the supervisor is gone, it ends everything
+below it, then itself. A fork takes the descriptors that came with the request as its 0, 1 and 2, and continues like any
+other worker: the rest of the code cannot tell the difference.
 
-Only imports are shared: a constructed agent has threads, locks and open files, of which a fork gets broken copies.
+Workers share imports only. A constructed agent has threads, locks and open files, and a fork would get broken copies.
 """
 
 import array
@@ -19,14 +19,16 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
-from hermes_pool_worker import lifeline, process_tree, serve, stdio
+from hermes_pool_worker import lifeline, memory, process_tree, signals, stdio
 from hermes_pool_worker.agent import MissingDependencyError
+from hermes_pool_worker.contract import DATAGRAM_BYTES_MAX, EXIT_OK, EXIT_UNUSABLE
+from hermes_pool_worker.imports import import_agent
 from hermes_pool_worker.wire import (
     Fork,
     Forked,
@@ -40,31 +42,30 @@ from hermes_pool_worker.wire import (
     ToZygote,
 )
 
-MESSAGE_BYTES_MAX = 1024 * 1024
 DESCRIPTORS = 3
 BURY_AFTER_MS = 20
-"""How long a dead worker waits until what it has left is looked for: its successor, if it gets one, comes first."""
+"""How long to wait after a worker's death before looking for what it left: starting its successor comes first."""
 
 _NOT_YET_COLLECTED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
-_decode = msgspec.msgpack.Decoder(ToZygote).decode
+_decode: Callable[[bytes], ToZygote] = msgspec.msgpack.Decoder(ToZygote).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Heritage:
-    """What each worker gets from the zygote, worked out once: what a fork does itself costs it copied pages."""
+    """What each worker inherits from the zygote. Computed once, because each step in a fork costs it memory pages."""
 
     environment: dict[str, str]
-    """The zygote's own."""
+    """The zygote's environment."""
     changed: dict[str, str | None]
-    """What the imports did to it (Hermes reads its .env while it is imported): they would do it in any worker."""
+    """What the imports changed in it, as they would in any worker (Hermes reads its .env while it is imported)."""
     modules: frozenset[str]
-    """The modules that a worker is born with."""
+    """The modules that a worker has from the start."""
     lifeline_end: int | None
 
     def to_change(self, wanted: dict[str, str]) -> dict[str, str | None]:
-        """Return what makes the zygote's environment the wanted one, replaced and not merged; ``None``: take out."""
+        """Return the changes that turn the zygote's environment into the wanted one; ``None`` removes a variable."""
         wanted_at_last: dict[str, str | None] = {**wanted, **self.changed}
         names = self.environment.keys() | wanted_at_last.keys()
         return {
@@ -75,47 +76,47 @@ class Heritage:
 def run(wire_in: int, wire_out: int, agent_name: str) -> tuple[int, int, frozenset[str]]:
     """Serve fork requests on the socket ``wire_in``; return only in a forked worker.
 
-    What comes back is the worker's wire, to read and to write, and the modules that it was born with.
+    Return the worker's wire (the descriptors for reading and for writing) and the modules that it has from the start.
 
-    The process ends with the supervisor, and with status 78 when the agent cannot be imported.
+    The zygote itself ends with the supervisor, or with status 78 if the agent cannot be imported.
     """
-    os.close(wire_out)  # the socket has both directions
-    _call_it("hermes-zygote")
-    serve.set_signals()
+    os.close(wire_out)  # the socket works in both directions
+    _set_name("hermes-zygote")
+    signals.reset()
     process_tree.adopt_orphans()
     lifeline_end = lifeline.inherited()
-    # Only while it imports, and so could miss the end of its socket: afterwards it outlives the supervisor for as long
-    # as it takes to end its workers' tools.
+    # Only during the imports, when it would not notice the end of its socket. Afterwards it outlives the supervisor for
+    # as long as it takes to end what its workers' tools have left.
     armed = lifeline.arm(lifeline_end) if lifeline_end is not None else None
     control = socket.socket(fileno=wire_in)
     before = dict(os.environ)
     request, _ = _receive(control)
     if not isinstance(request, Preload):
-        stdio.leave(serve.EXIT_OK)
+        stdio.leave(EXIT_OK)
     try:
         watched = _preload(agent_name, request)
     except MissingDependencyError as error:
-        stdio.leave(serve.EXIT_UNUSABLE, f"hermes-pool worker: {error}")
-    FrameDecoder(ToWorker)  # so that no worker has to make its own
+        stdio.leave(EXIT_UNUSABLE, f"hermes-pool worker: {error}")
+    FrameDecoder(ToWorker)  # builds the decoder, so that no worker has to build its own
     after = dict(os.environ)
     changed = {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    serve.give_back_memory()
-    gc.freeze()  # a collection in a fork then leaves the shared pages alone
+    memory.give_back()
+    gc.freeze()  # garbage collection in a fork then leaves the shared pages alone
     lifeline.disarm(armed)
     _send(control, Preloaded(os.getpid(), len(sys.modules), list(watched)))
     return _serve(control, Heritage(after, changed, frozenset(sys.modules), lifeline_end))
 
 
 def _preload(agent_name: str, request: Preload) -> Iterable[str]:
-    """Import the agent, let it load what it wants to share, and import what workers were seen to need."""
-    module, _ = serve.import_agent(agent_name)
+    """Import the agent, let it load what workers can share, and import what earlier workers had to import."""
+    module, _ = import_agent(agent_name)
     preload = getattr(module, "preload", None)
     watched: Iterable[str] = preload(request.options) if preload is not None else ()
     for name in request.modules:
         try:
             importlib.import_module(name)
-        except (Exception, SystemExit):  # noqa: BLE001 - a worker that needs it will say so itself
-            print(f"hermes-pool zygote: {name} could not be imported beforehand", file=sys.stderr)
+        except (Exception, SystemExit):  # noqa: BLE001 - a worker that needs the module will report it
+            print(f"hermes-pool zygote: the module {name} cannot be imported in advance", file=sys.stderr)
     return watched
 
 
@@ -129,8 +130,8 @@ def _serve(control: socket.socket, heritage: Heritage) -> tuple[int, int, frozen
     poll.register(control, select.POLLIN)
     poll.register(wakes, select.POLLIN)
     if heritage.lifeline_end is not None:
-        poll.register(heritage.lifeline_end, 0)  # a fork of the host may hold our socket; this it cannot
-    numbers: dict[int, int] = {}  # of the requests, by pid
+        poll.register(heritage.lifeline_end, 0)  # a fork of the host may keep the socket open, but not this
+    numbers: dict[int, int] = {}  # from the pid of a worker to the number of its request
     dead: deque[int] = deque()
     while True:
         ready = poll.poll(BURY_AFTER_MS if dead else None)
@@ -160,8 +161,8 @@ def _serve(control: socket.socket, heritage: Heritage) -> tuple[int, int, frozen
 
 
 def _fork(control: socket.socket, request: Fork, descriptors: list[int], numbers: dict[int, int]) -> list[int] | None:
-    """Fork; return the worker's descriptors in the worker, and ``None`` here."""
-    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - no pathlib on the path of a start
+    """Fork. Return the worker's descriptors in the worker, and ``None`` in the zygote."""
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - pathlib would slow down each start
     if threads != 1:
         _send(control, NotForked(request.number, f"the zygote has {threads} threads instead of one", retryable=False))
         return None
@@ -175,12 +176,12 @@ def _fork(control: socket.socket, request: Fork, descriptors: list[int], numbers
         return None
     if pid == 0:
         os.close(gate_keeper)
-        os.read(gate, 1)  # until the supervisor has been told of this process
+        os.read(gate, 1)  # until the supervisor knows of this process
         os.close(gate)
         return descriptors
     os.close(gate)
     numbers[pid] = request.number
-    pidfd = os.pidfd_open(pid)  # before it can have been reaped, so it is surely this one's
+    pidfd = os.pidfd_open(pid)  # nothing has reaped it yet, so the pid is certainly its own
     _send(control, Forked(request.number, pid), [pidfd])
     os.close(pidfd)
     os.close(gate_keeper)
@@ -190,13 +191,13 @@ def _fork(control: socket.socket, request: Fork, descriptors: list[int], numbers
 def _become(
     request: Fork, descriptors: list[int], to_change: dict[str, str | None], lifeline_end: int | None
 ) -> tuple[int, int]:
-    """Turn this fork into a worker like any other: lifeline, session, descriptors, environment, folder."""
+    """Turn this fork into a worker like any other: lifeline, session, descriptors, environment, working folder."""
     if lifeline_end is not None:
         lifeline.arm(lifeline_end)
         os.close(lifeline_end)
     process_tree.adopt_orphans()
     os.setsid()
-    _call_it("hermes-worker")
+    _set_name("hermes-worker")
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
@@ -208,14 +209,12 @@ def _become(
     try:
         os.chdir(request.cwd)
     except OSError as error:
-        stdio.leave(
-            serve.EXIT_UNUSABLE, f"hermes-pool worker: the working folder {request.cwd} cannot be used: {error}"
-        )
+        stdio.leave(EXIT_UNUSABLE, f"hermes-pool worker: the working folder {request.cwd} cannot be used: {error}")
     return stdio.claim()
 
 
-def _call_it(name: str) -> None:
-    """Give this process a name of its own for ``top`` and ``ps -o comm``: the arguments are the zygote's in all."""
+def _set_name(name: str) -> None:
+    """Set the name that ``top`` and ``ps -o comm`` show: all forks have the arguments of the zygote."""
     with contextlib.suppress(OSError):
         comm = os.open("/proc/self/comm", os.O_WRONLY)
         os.write(comm, name.encode())
@@ -223,7 +222,7 @@ def _call_it(name: str) -> None:
 
 
 def _report_dead(control: socket.socket, numbers: dict[int, int], dead: deque[int]) -> None:
-    """Tell how workers have ended, and put them on the list of those to bury; collect what else was left here."""
+    """Report how workers have ended, and queue them for ``_bury``; reap whatever else has ended here."""
     for pid in tuple(numbers):
         if (ended := os.waitid(os.P_PID, pid, _NOT_YET_COLLECTED)) is not None:
             _report(control, ended, numbers, dead)
@@ -235,24 +234,27 @@ def _report_dead(control: socket.socket, numbers: dict[int, int], dead: deque[in
                 os.waitpid(ended.si_pid, 0)
 
 
-def _report(control: socket.socket, ended: Any, numbers: dict[int, int], dead: deque[int]) -> None:
+def _report(control: socket.socket, ended: os.waitid_result, numbers: dict[int, int], dead: deque[int]) -> None:
     returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
     _send(control, Reaped(numbers.pop(ended.si_pid), returncode))
     dead.append(ended.si_pid)
 
 
 def _bury(pid: int, numbers: dict[int, int]) -> None:
-    """End what a dead worker has left, and only then give up its pid."""
+    """End what a dead worker has left running, and only then release its pid."""
     process_tree.end_orphans(pid, numbers)
     os.waitpid(pid, 0)
 
 
-def _receive(control: socket.socket) -> tuple[Any, list[int]]:
-    """Return the next request and its descriptors; at the end of the socket, the supervisor is gone: leave."""
+def _receive(control: socket.socket) -> tuple[ToZygote | None, list[int]]:
+    """Return the next request (``None`` if it cannot be read) and its descriptors.
+
+    At the end of the socket the supervisor is gone, and this process ends.
+    """
     descriptors = array.array("i")
     try:
         data, ancillary, _, _ = control.recvmsg(
-            MESSAGE_BYTES_MAX, socket.CMSG_SPACE(DESCRIPTORS * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+            DATAGRAM_BYTES_MAX, socket.CMSG_SPACE(DESCRIPTORS * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
         )
     except ConnectionError:
         data, ancillary = b"", []
@@ -277,6 +279,6 @@ def _send(control: socket.socket, message: FromZygote, descriptors: Iterable[int
 
 
 def _leave_last() -> NoReturn:
-    """Leave, since the supervisor is gone, and take along all that is below."""
+    """End everything below this process, and the process itself: the supervisor is gone."""
     process_tree.end_descendants()
-    stdio.leave(serve.EXIT_OK)
+    stdio.leave(EXIT_OK)

@@ -5,7 +5,7 @@ import signal
 from hermes_pool_worker import wire
 from hermes_pool_worker.agent import Open, Opened, Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
-from hermes_pool_worker.serve import FrameSender
+from hermes_pool_worker.sender import FrameSender
 
 
 class Agent(EchoAgent):

@@ -3,7 +3,7 @@ import os
 
 from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
-from hermes_pool_worker.serve import Worker
+from hermes_pool_worker.loop import Worker
 
 
 class Agent(EchoAgent):

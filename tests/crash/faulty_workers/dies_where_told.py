@@ -3,9 +3,10 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from hermes_pool_worker import serve, wire, zygote
+from hermes_pool_worker import wire, zygote
 from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
+from hermes_pool_worker.sender import FrameSender
 
 
 def send(plain: Callable[..., None], own: Any, message: wire.Message, *more: Any) -> None:
@@ -21,7 +22,7 @@ def send(plain: Callable[..., None], own: Any, message: wire.Message, *more: Any
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-for owner, name in ((serve.FrameSender, "send"), (serve.FrameSender, "send_piece"), (zygote, "_send")):
+for owner, name in ((FrameSender, "send"), (FrameSender, "send_piece"), (zygote, "_send")):
     setattr(owner, name, lambda *given, plain=getattr(owner, name): send(plain, *given))  # noqa: B008 - bound here
 
 

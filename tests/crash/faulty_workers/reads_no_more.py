@@ -2,7 +2,7 @@ import gc
 
 from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
-from hermes_pool_worker.serve import Worker
+from hermes_pool_worker.loop import Worker
 
 
 class Agent(EchoAgent):

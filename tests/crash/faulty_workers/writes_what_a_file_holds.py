@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hermes_pool_worker.agent import Open, Opened, Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
-from hermes_pool_worker.serve import FrameSender
+from hermes_pool_worker.sender import FrameSender
 
 
 def write(file: str) -> None:

@@ -9,4 +9,4 @@ from hermes_pool.cli import chat
      ("", True, None), ("\u00b2", False, None)],
 )  # fmt: skip
 def test_a_choice_is_made_by_number_or_word(line: str, free: bool, chosen: str | None) -> None:
-    assert chat.chosen(line, ["once", "deny"], free=free) == chosen
+    assert chat.parse_choice(line, ["once", "deny"], free=free) == chosen

@@ -107,9 +107,9 @@ def test_quarantined_messages_are_told_before_the_last_error(last_error: str | N
     [
         (None, ""),
         (("closed", None, None), ""),
-        (("open", 12.9, "no python\x1b"), "; starts are refused for 12s: no python\\x1b"),
-        (("open", None, "no python"), "; starts have failed and are tried again: no python"),
-        (("half_open", 5.0, "no python"), "; starts have failed and are tried again: no python"),
+        (("open", 12.9, "no python\x1b"), "; worker starts are refused for 12s: no python\\x1b"),
+        (("open", None, "no python"), "; worker starts have failed and are being retried: no python"),
+        (("half_open", 5.0, "no python"), "; worker starts have failed and are being retried: no python"),
     ],
 )
 def test_the_head_line_tells_of_starts_only_where_they_fail(
@@ -153,9 +153,9 @@ def test_a_report_is_shown_whole() -> None:
         "report:       3f2a91cd",
         "conversation: conversation-5f3a2b1c-8d7e-4f60-9a1b-2c3d4e5f6071",
         "when:         2026-03-02T14:15:16.123+00:00",
-        "worker:       pid 4194304, number 2 of its session, ran for 75.2 s",
+        "worker:       pid 4194304, incarnation 2, ran for 75.2 s",
         "exit:         was killed by SIGKILL (signal 9), possibly because the machine is out of memory",
-        "turn:         ab12cd34-12345, attempt 1; the last event was ToolStarted, 2.0 s before",
+        "turn:         ab12cd34-12345, attempt 1; last event ToolStarted, 2.0 s before the death",
         "open tools:   terminal, web",
         "verdict:      wedged: nothing moves",
         "memory:",
@@ -174,11 +174,11 @@ def test_a_report_without_a_turn_says_what_it_does_not_know() -> None:
         uptime_s=0.0, exit="exited with status 3", returncode=3,
     )  # fmt: skip
     assert render.report_lines(bare)[3:] == [
-        "worker:       no process, number 1 of its session, ran for 0.0 s",
+        "worker:       no process, incarnation 1, ran for 0.0 s",
         "exit:         exited with status 3",
-        "turn:         none ran",
+        "turn:         none was running",
         "open tools:   none",
-        "verdict:      not judged",
+        "verdict:      none",
         "memory: none",
         "stacks: none",
         "last lines on stderr: none",

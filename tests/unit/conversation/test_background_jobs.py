@@ -1,4 +1,4 @@
-from hermes_pool.conversation.background_jobs import JOBS_A_TURN_MAX, JOBS_MAX, Background, told
+from hermes_pool.conversation.background_jobs import JOBS_A_TURN_MAX, JOBS_MAX, BackgroundJobs, shown
 
 
 class Clock:
@@ -10,48 +10,48 @@ class Clock:
 
 def test_a_job_keeps_its_worker_until_its_end_or_the_cap() -> None:
     clock = Clock()
-    background = Background(10, clock)
-    assert not background.works_on
-    assert background.started("1", "tests")
-    assert background.works_on
+    jobs = BackgroundJobs(10, clock)
+    assert not jobs.keep_worker
+    assert jobs.started("1", "tests")
+    assert jobs.keep_worker
     clock.now += 9.9
-    assert background.works_on
+    assert jobs.keep_worker
     clock.now += 0.2
-    assert (background.works_on, background.in_time, background.names) == (False, False, ("tests",))
-    background.rest()  # after a further turn
-    assert background.works_on
-    assert background.finished("1") == "tests"
-    assert background.finished("1") is None
-    assert not background.works_on
+    assert (jobs.keep_worker, jobs.in_time, jobs.names) == (False, False, ("tests",))
+    jobs.rest()  # after a further turn
+    assert jobs.keep_worker
+    assert jobs.finished("1") == "tests"
+    assert jobs.finished("1") is None
+    assert not jobs.keep_worker
 
 
 def test_without_a_limit_no_job_keeps_it() -> None:
-    background = Background(0, Clock())
-    background.started("1", "tests")
-    assert not background.works_on
+    jobs = BackgroundJobs(0, Clock())
+    jobs.started("1", "tests")
+    assert not jobs.keep_worker
 
 
 def test_only_so_many_are_kept() -> None:
-    background = Background(10, Clock())
-    kept = [background.started(str(number), f"job {number}") for number in range(JOBS_MAX + 1)]
+    jobs = BackgroundJobs(10, Clock())
+    kept = [jobs.started(str(number), f"job {number}") for number in range(JOBS_MAX + 1)]
     assert (kept.count(True), kept[-1]) == (JOBS_MAX, False)
-    assert background.started("0", "the first again")
-    assert len(background.lost()) == JOBS_MAX
-    assert background.names == ()
+    assert jobs.started("0", "the first again")
+    assert len(jobs.lost()) == JOBS_MAX
+    assert jobs.names == ()
 
 
 def test_only_so_many_begin_before_the_next_turn_has_ended() -> None:
-    background = Background(10, Clock())
+    jobs = BackgroundJobs(10, Clock())
     for _ in range(JOBS_A_TURN_MAX):
-        assert background.started("1", "tests")
-        background.finished("1")
-    assert not background.started("1", "tests")
-    background.rest()
-    assert background.started("1", "tests")
+        assert jobs.started("1", "tests")
+        jobs.finished("1")
+    assert not jobs.started("1", "tests")
+    jobs.rest()
+    assert jobs.started("1", "tests")
 
 
 def test_names_are_told_in_few_words() -> None:
-    assert told(["a", "b"]) == "a, b"
-    many = told("x" * 500 for _ in range(100))
+    assert shown(["a", "b"]) == "a, b"
+    many = shown("x" * 500 for _ in range(100))
     assert many.endswith("x and 95 more")
     assert len(many) < 500

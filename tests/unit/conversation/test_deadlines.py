@@ -1,56 +1,52 @@
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
-from hermes_pool import PoolSettings, Turn
-from hermes_pool.conversation.deadlines import TurnDeadlines
+from hermes_pool import Timeouts, TurnCancelledError
+from hermes_pool.conversation.active_turn import ActiveTurn
+from hermes_pool.conversation.deadlines import Limit, TurnDeadlines
 from tests import virtual_time
 
-SETTINGS = PoolSettings(turn_timeout_s=1800, progress_timeout_s=600)
+TIMEOUTS = Timeouts(turn_s=1800, progress_s=600)
 
 
-class Host:
-    """No session at all: the clocks look at the turn only."""
-
-
-def new_turn(name: str = "t") -> Turn:
-    turn = Turn(Host(), name, "text", events_waiting_max=10)  # type: ignore[arg-type] # it asks its host nothing here
+def new_turn(name: str = "t") -> ActiveTurn:
+    turn = ActiveTurn(name, "text", drained=lambda _: None)
     turn.began_at = turn.heard_at = asyncio.get_running_loop().time()
     return turn
 
 
-async def watched(turn_work: Callable[[TurnDeadlines], Awaitable[None]]) -> list[tuple[str, str, float]]:
+async def watched(turn_work: object) -> list[tuple[str, Limit, float]]:
     loop = asyncio.get_running_loop()
     began, how = loop.time(), []
-    clocks = TurnDeadlines(SETTINGS, lambda turn, limit, _: how.append((turn.turn_id, limit, loop.time() - began)))
-    await turn_work(clocks)
-    clocks.stop()
+    deadlines = TurnDeadlines(TIMEOUTS, lambda turn, limit, _: how.append((turn.turn_id, limit, loop.time() - began)))
+    await turn_work(deadlines)  # type: ignore[operator]
+    deadlines.stop()
     return how
 
 
-def test_silence_rings_after_the_limit_of_progress() -> None:
-    async def work(clocks: TurnDeadlines) -> None:
-        clocks.watch(new_turn())
+def test_silence_ends_a_turn_at_the_limit_of_progress() -> None:
+    async def work(deadlines: TurnDeadlines) -> None:
+        deadlines.watch(new_turn())
         await asyncio.sleep(3600)
 
-    assert virtual_time.run(watched(work)) == [("t", "progress_timeout_s", 600)]
+    assert virtual_time.run(watched(work)) == [("t", "timeouts.progress_s", 600)]
 
 
 def test_a_turn_that_shows_progress_runs_to_its_total_limit() -> None:
-    async def work(clocks: TurnDeadlines) -> None:
+    async def work(deadlines: TurnDeadlines) -> None:
         turn = new_turn()
-        clocks.watch(turn)
+        deadlines.watch(turn)
         for _ in range(36):
             await asyncio.sleep(100)
             turn.heard_at = asyncio.get_running_loop().time()
 
-    assert virtual_time.run(watched(work)) == [("t", "turn_timeout_s", 1800)]
+    assert virtual_time.run(watched(work)) == [("t", "timeouts.turn_s", 1800)]
 
 
 @pytest.mark.parametrize("why", ["tool", "question", "slow consumer"])
 def test_the_clock_of_progress_stands_still(why: str) -> None:
-    async def work(clocks: TurnDeadlines) -> None:
+    async def work(deadlines: TurnDeadlines) -> None:
         turn = new_turn()
         match why:
             case "tool":
@@ -59,36 +55,36 @@ def test_the_clock_of_progress_stands_still(why: str) -> None:
                 turn.questions_open["q1"] = turn.began_at + 1500
             case "slow consumer":
                 turn.lags = True
-        clocks.watch(turn)
+        deadlines.watch(turn)
         await asyncio.sleep(1500)
         turn.tools_open.clear()
         turn.questions_open.clear()
         turn.lags = False
         await asyncio.sleep(3600)
 
-    assert virtual_time.run(watched(work)) == [("t", "turn_timeout_s", 1800)]
+    assert virtual_time.run(watched(work)) == [("t", "timeouts.turn_s", 1800)]
 
 
 def test_a_turn_that_has_ended_is_watched_no_more_and_the_next_has_its_own_time() -> None:
-    async def work(clocks: TurnDeadlines) -> None:
+    async def work(deadlines: TurnDeadlines) -> None:
         first = new_turn("first")
-        clocks.watch(first)
+        deadlines.watch(first)
         await asyncio.sleep(500)
-        first.outcome = TimeoutError()  # type: ignore[assignment] # any outcome will do
+        first.settle(TurnCancelledError("over"))
         second = new_turn("second")
-        clocks.watch(second)
+        deadlines.watch(second)
         await asyncio.sleep(3600)
 
-    assert virtual_time.run(watched(work)) == [("second", "progress_timeout_s", 1100)]
+    assert virtual_time.run(watched(work)) == [("second", "timeouts.progress_s", 1100)]
 
 
 def test_one_timer_serves_many_turns() -> None:
-    async def work(clocks: TurnDeadlines) -> None:
+    async def work(deadlines: TurnDeadlines) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(100):
             turn = new_turn()
-            clocks.watch(turn)
-            turn.outcome = TimeoutError()  # type: ignore[assignment] # any outcome will do
-        assert len(loop._scheduled) == 1  # type: ignore[attr-defined] # asyncio's own list of timers
+            deadlines.watch(turn)
+            turn.settle(TurnCancelledError("over"))
+        assert len(loop._scheduled) == 1  # type: ignore[attr-defined]
 
     assert virtual_time.run(watched(work)) == []

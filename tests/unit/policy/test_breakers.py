@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from hermes_pool import (
     NoCapacityError,
-    PoolSettings,
     PoolUnavailableError,
     PoolUnusableError,
     RestartBackoffError,
+    RestartPolicy,
+    StartPolicy,
     StoreError,
     WorkerStartError,
     WorkerStartTimeoutError,
@@ -22,17 +23,8 @@ from hermes_pool.policy.breakers import RestartBudget, StartBreaker, backoff_s
 from hermes_pool.snapshot import BreakerSnapshot
 from tests.support import refused
 
-SETTINGS = PoolSettings(
-    restarts_in_window_max=3,
-    restarts_window_s=100,
-    restart_backoff_s=1,
-    restart_backoff_max_s=16,
-    quarantine_after=2,
-    start_failures_max=3,
-    start_probe_s=10,
-    start_probe_max_s=120,
-    start_timeout_s=60,
-)
+RESTARTS = RestartPolicy(deaths_in_window_max=3, window_s=100, backoff_s=1, quarantine_after=2)
+STARTS = StartPolicy(failures_max=3, probe_s=10)
 
 
 class Clock:
@@ -79,7 +71,7 @@ def test_a_back_off_is_over_0_and_never_longer_than_its_limit(
 
 
 def budget(clock: Clock, random: Callable[[], float] = whole) -> RestartBudget:
-    return RestartBudget(SETTINGS, clock, random, conversation_id="c")
+    return RestartBudget(RESTARTS, clock, random, conversation_id="c")
 
 
 def test_deaths_within_the_rate_delay_nothing(clock: Clock) -> None:
@@ -123,12 +115,12 @@ def test_each_try_that_dies_doubles_the_wait_and_a_completed_turn_ends_it(clock:
     for _ in range(3):
         restarts.note_death()
     waits = []
-    for _ in range(6):
+    for _ in range(8):
         restarts.note_death()
         waits.append(refused(restarts.check).retry_after_s)
         clock.now += waits[-1]
         assert refused(restarts.check) is None
-    assert waits == [1, 2, 4, 8, 16, 16]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
     restarts.note_completed()
     assert restarts.snapshot() == BreakerSnapshot(state="closed", failures=0, failures_max=3)
     for _ in range(3):
@@ -201,7 +193,7 @@ def test_a_budget_never_delays_the_first_deaths_and_never_shuts_out_for_good(
         if since_completed <= 3:
             assert seen.state == "closed"
         if error is not None:
-            assert 0 < error.retry_after_s <= 16
+            assert 0 < error.retry_after_s <= 60
             later = clock.now + error.retry_after_s + 1e-6
             now, clock.now = clock.now, later
             assert restarts.snapshot().state == "half_open"
@@ -223,12 +215,12 @@ class World:
 
 
 def breaker(clock: Clock, look: Callable[[], object] = lambda: None) -> StartBreaker:
-    return StartBreaker(SETTINGS, clock, whole, look)
+    return StartBreaker(STARTS, clock, whole, look, start_timeout_s=60)
 
 
 DIED = WorkerStartError("the worker exited with status 3", step="open", stderr_tail=("Ada's secret",))
 UNUSABLE = WorkerUnusableError("there is no interpreter: correct worker_python", step="launch")
-LATE = WorkerStartTimeoutError("not within start_timeout_s", step="hello")
+LATE = WorkerStartTimeoutError("not within timeouts.start_s", step="hello")
 FULL = NoCapacityError("no room for another worker", step="launch")
 
 
@@ -266,9 +258,9 @@ def test_it_opens_after_so_many_failed_starts_in_a_row(clock: Clock) -> None:
     error = refused(starts.check, "d")
     assert type(error) is PoolUnavailableError
     assert (error.step, error.retry_after_s, error.retryable, error.conversation_id) == ("hello", 10, True, "d")
-    assert "not within start_timeout_s" in str(error)
+    assert "not within timeouts.start_s" in str(error)
     assert starts.snapshot() == BreakerSnapshot(
-        state="open", failures=3, failures_max=3, retry_after_s=10, last_error="not within start_timeout_s"
+        state="open", failures=3, failures_max=3, retry_after_s=10, last_error="not within timeouts.start_s"
     )
 
 

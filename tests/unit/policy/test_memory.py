@@ -2,11 +2,18 @@
 
 import pytest
 
-from hermes_pool.policy.memory import Action, Activity, MemoryLimits, MemoryPolicy, Mode, Plan, Usage
+from hermes_pool import MemoryLimits
+from hermes_pool.policy import memory
+from hermes_pool.policy.memory import Action, Activity, MemoryPolicy, Mode, Plan, Usage
 from tests.support import known
 
 MIB = 2**20
-LIMITS = MemoryLimits(memory_warn_bytes=100 * MIB, memory_recycle_bytes=200 * MIB, memory_kill_bytes=300 * MIB)
+LIMITS = MemoryLimits(warn_bytes=100 * MIB, recycle_bytes=200 * MIB, kill_bytes=300 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def _half_is_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "TOTAL_LOW", 0.5)
 
 
 def usage(
@@ -63,9 +70,9 @@ def test_the_unique_memory_counts_where_it_is_known_and_else_the_resident() -> N
     ("limits", "above"),
     [
         (LIMITS, 100 * MIB),
-        (MemoryLimits(memory_kill_bytes=7), 7),
-        (MemoryLimits(memory_kill_bytes=7, memory_total_bytes=100), 0),
-        (MemoryLimits(worker_age_max_s=5.0), None),
+        (MemoryLimits(kill_bytes=7), 7),
+        (MemoryLimits(kill_bytes=7, total_bytes=100), 0),
+        (MemoryLimits(), None),
     ],
 )
 def test_the_dear_measure_is_asked_for_only_where_it_can_matter(limits: MemoryLimits, above: int | None) -> None:
@@ -82,11 +89,11 @@ def test_a_warning_comes_once_and_again_only_after_it_was_well_below() -> None:
 
 def test_reasons_name_the_setting_and_the_numbers() -> None:
     plan = decide(MemoryPolicy(LIMITS), usage(mib=301))
-    assert plan.workers["w"].reason == "uses 301 MiB, over memory_kill_bytes (300 MiB)"
+    assert plan.workers["w"].reason == "uses 301 MiB, over memory.kill_bytes (300 MiB)"
 
 
 def test_age_is_limited_a_tenth_around_the_setting_and_always_the_same_for_one_worker() -> None:
-    policy: MemoryPolicy[str] = MemoryPolicy(MemoryLimits(worker_age_max_s=1000.0))
+    policy: MemoryPolicy[str] = MemoryPolicy(MemoryLimits(), worker_age_max_s=1000.0)
     limits = [known(policy.age_max_s(f"worker-{number}")) for number in range(500)]
     assert limits == [policy.age_max_s(f"worker-{number}") for number in range(500)]
     assert 900 <= min(limits) < 910
@@ -97,7 +104,7 @@ def test_age_is_limited_a_tenth_around_the_setting_and_always_the_same_for_one_w
     assert action(policy, usage(age_s=own + 0.1, idle=False)) is Action.RECYCLE_AFTER_TURN
 
 
-TOTAL = MemoryLimits(memory_total_bytes=100 * MIB, memory_total_low=0.5, memory_kill_bytes=80 * MIB)
+TOTAL = MemoryLimits(total_bytes=100 * MIB, kill_bytes=80 * MIB)
 
 
 def test_above_the_total_the_least_valuable_idle_ones_go_until_below_the_lower_mark() -> None:

@@ -1,29 +1,8 @@
 import signal
 from typing import Any
 
-import pytest
-
-from hermes_pool.process.connection import UNASKED_MAX, Death, WorkerConnection
-from hermes_pool.process.launcher import Exit
+from hermes_pool.process.connection import UNASKED_MAX, WorkerConnection
 from hermes_pool_worker import wire
-
-
-@pytest.mark.parametrize(
-    ("death", "words"),
-    [
-        (Death(Exit(0), ()), "exited with status 0"),
-        (Death(Exit(3), ()), "exited with status 3"),
-        (Death(Exit(-signal.SIGSEGV), ()), "was killed by SIGSEGV (signal 11)"),
-        (Death(Exit(-9), ()), "was killed by SIGKILL (signal 9), possibly because the machine is out of memory"),
-        (Death(Exit(-9), (), wanted=True), "was killed by SIGKILL (signal 9)"),
-        (Death(Exit(-9), (), "broke the protocol (x)"), "broke the protocol (x) and was killed by SIGKILL (signal 9)"),
-        (Death(Exit(-64), ()), "was killed by SIGRTMAX (signal 64)"),
-        (Death(Exit(None), ()), "ended with a status that something else in this process has taken (unknown)"),
-    ],
-)
-def test_a_death_in_words(death: Death, words: str) -> None:
-    assert str(death) == words
-
 
 # --- what nobody has asked for ---
 
@@ -44,20 +23,15 @@ class Process:
 
 
 class Listener:
-    """Whose worker it is: no turn runs, so nothing that belongs to one has an addressee."""
+    """The worker's owner: no turn runs, so nobody has asked for a frame of one."""
 
-    connection: WorkerConnection
-
-    def connection_heard(self, message: Any) -> None:
-        self.connection.note_unasked()
+    def connection_heard(self, frame: wire.TurnFrame) -> bool:
+        return False
 
 
 def connected() -> tuple[WorkerConnection, Any]:
     listener: Any = Listener()
-    connection = WorkerConnection(
-        "m", listener, frame_bytes_max=1 << 20, stderr_lines_max=5, on_imported=lambda _: None
-    )
-    listener.connection = connection
+    connection = WorkerConnection("m", listener, frame_bytes_max=1 << 20, on_imported=lambda _: None)
     process: Any = Process()
     connection.process = process
     return connection, process

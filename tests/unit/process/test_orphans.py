@@ -50,4 +50,4 @@ def test_a_folder_that_cannot_be_used_fails_no_start(tmp_path: Path, log: Log) -
     mine.record()
     assert mine.sweep() == {}
     mine.forget()
-    assert [event for event, _ in log.events] == ["owner_not_recorded", "owner_not_forgotten"]
+    assert [event for event, _ in log.events] == ["owner_not_recorded", "owner_record_not_removed"]

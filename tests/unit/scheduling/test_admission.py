@@ -15,10 +15,12 @@ from hermes_pool import (
     PoolFullError,
     PoolPausedError,
     PoolSettings,
+    QueueLimits,
     SessionKey,
     SettingsError,
+    Timeouts,
 )
-from hermes_pool.lifecycle import ALIVE, State
+from hermes_pool.lifecycle import ALIVE, WorkerState
 from hermes_pool.scheduling.admission import Admission, Idle, gain
 from hermes_pool.scheduling.pool_state import Drained, PoolState
 from tests import virtual_time
@@ -31,7 +33,7 @@ class Actor:
 
     def __init__(self, pool: "Pool", name: str, user: str | None = None) -> None:
         self.key = SessionKey(name, user)
-        self.state = State.STOPPED
+        self.state = WorkerState.STOPPED
         self.waiting = 0
         self.in_turn = False
         self.starting: asyncio.Task[None] | None = None
@@ -44,19 +46,19 @@ class Actor:
         return self.state not in ALIVE and not self.in_turn and self.starting is None
 
     def idle_s(self) -> float | None:
-        return asyncio.get_running_loop().time() - self._idle_since if self.state is State.IDLE else None
+        return asyncio.get_running_loop().time() - self._idle_since if self.state is WorkerState.IDLE else None
 
     @property
     def is_resting(self) -> bool:
-        return self.state is State.IDLE
+        return self.state is WorkerState.IDLE
 
-    async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False) -> bool:
+    async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False, reason: str = "idle") -> bool:
         assert room_is_needed
-        if not self.can_be_saved or self.state is not State.IDLE:
+        if not self.can_be_saved or self.state is not WorkerState.IDLE:
             return False
-        self._become(State.STOPPING)
+        self._become(WorkerState.STOPPING)
         await asyncio.sleep(0.5)
-        self._become(State.STOPPED)
+        self._become(WorkerState.STOPPED)
         return True
 
     async def stop(self, reason: str) -> None:
@@ -64,8 +66,8 @@ class Actor:
             self.starting.cancel()
             await asyncio.wait({self.starting})
         if self.state in ALIVE:
-            self._become(State.STOPPING)
-            self._become(State.STOPPED)
+            self._become(WorkerState.STOPPING)
+            self._become(WorkerState.STOPPED)
         self.in_turn = False
 
     def start(self, *, for_a_turn: bool = False) -> "asyncio.Task[None]":
@@ -75,11 +77,11 @@ class Actor:
     async def _start(self, for_a_turn: bool) -> None:
         try:
             await self._pool.admission.make_room(self)
-            self._become(State.STARTING)
+            self._become(WorkerState.STARTING)
             try:
                 await asyncio.sleep(self._pool.start_s)
             except asyncio.CancelledError:
-                self._become(State.STOPPED)
+                self._become(WorkerState.STOPPED)
                 raise
             self.idle()
             if for_a_turn:
@@ -89,19 +91,24 @@ class Actor:
 
     def begin(self) -> None:
         self.in_turn = True
-        self._become(State.BUSY)
+        self._become(WorkerState.BUSY)
 
     def idle(self) -> None:
         self.in_turn = False
         self._idle_since = asyncio.get_running_loop().time()
-        self._become(State.IDLE)
+        self._become(WorkerState.IDLE)
 
     def die(self) -> None:
-        self._become(State.STOPPED)
+        self._become(WorkerState.STOPPED)
 
-    def _become(self, state: State) -> None:
+    def settle(self) -> None:
+        """Its turn ends without a worker."""
+        self.in_turn = False
+        self._pool.admission.changed(self, self.state)
+
+    def _become(self, state: WorkerState) -> None:
         self.state = state
-        self._pool.admission.changed(self)
+        self._pool.admission.changed(self, state)
 
 
 class Pool:
@@ -111,7 +118,7 @@ class Pool:
         self.start_s = 0.0
         self.memory: dict[str, int] = {}
         self.admission = Admission(
-            settings=PoolSettings(**{"workers_max": 1, "wait_timeout_s": 60.0, **given}),
+            settings=PoolSettings(**{"workers_max": 1, "timeouts": Timeouts(wait_s=60.0), **given}),
             sessions=lambda: self.actors,
             in_background=self._in_background,
             log=structlog.wrap_logger(None, processors=[_drop]),
@@ -186,7 +193,12 @@ async def test_what_is_known_of_an_idle_session_decides_which_one_goes() -> None
     pool.memory = {"big": 500 * MB, "small": 100 * MB}
     await asyncio.sleep(100)
     await pool.actor("new").start()
-    assert [actor.state for actor in pool.actors] == [State.IDLE, State.STOPPED, State.IDLE, State.IDLE]
+    assert [actor.state for actor in pool.actors] == [
+        WorkerState.IDLE,
+        WorkerState.STOPPED,
+        WorkerState.IDLE,
+        WorkerState.IDLE,
+    ]
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -206,10 +218,10 @@ async def test_a_start_counts_from_the_moment_it_is_admitted() -> None:
     actors = [pool.actor(str(number)) for number in range(5)]
     tasks = [actor.start() for actor in actors]
     await asyncio.sleep(1)
-    assert [actor.state for actor in actors] == [State.STARTING] * 2 + [State.STOPPED] * 3
+    assert [actor.state for actor in actors] == [WorkerState.STARTING] * 2 + [WorkerState.STOPPED] * 3
     assert (pool.workers, pool.in_queue) == (2, 3)
     await asyncio.gather(*tasks)  # those that are idle make room
-    assert sum(actor.state is State.IDLE for actor in actors) == 2
+    assert sum(actor.state is WorkerState.IDLE for actor in actors) == 2
 
 
 @virtually
@@ -224,7 +236,7 @@ async def test_a_slot_goes_from_user_to_user() -> None:
     for _ in waiting:
         running.idle()
         await asyncio.sleep(2)
-        (running,) = [actor for actor in pool.actors if actor.state is State.BUSY]
+        (running,) = [actor for actor in pool.actors if actor.state is WorkerState.BUSY]
         served.append(running.key.conversation_id)
     assert served == ["ada 0", "bob", "ada 1", "ada 2"]
 
@@ -250,7 +262,7 @@ async def test_who_waits_disturbs_nobody_and_is_refused_in_time_with_its_place_a
     assert error.conversation_id == "d"
     assert "workers_max" in str(error)
     assert "15 s" in str(error)
-    assert first.state is second.state is State.BUSY
+    assert first.state is second.state is WorkerState.BUSY
     assert (pool.workers, pool.in_queue) == (2, 0)
 
 
@@ -301,12 +313,12 @@ async def test_who_does_not_want_to_wait_is_refused_when_the_idle_session_cannot
     stubborn.can_be_saved = False
     with pytest.raises(PoolFullError):
         await pool.actor("b").start()
-    assert stubborn.state is State.IDLE
+    assert stubborn.state is WorkerState.IDLE
 
 
 @virtually
 async def test_a_line_that_is_full_refuses_who_would_be_served_last() -> None:
-    pool = Pool(admissions_waiting_max=3)
+    pool = Pool(queues=QueueLimits(admissions_max=3))
     await pool.busy("running")
     flood = [pool.actor(f"ada {number}", "ada").start() for number in range(4)]
     await asyncio.sleep(0.1)
@@ -316,7 +328,7 @@ async def test_a_line_that_is_full_refuses_who_would_be_served_last() -> None:
     assert [task.done() for task in (*flood, modest)] == [False, False, True, True, False]
     error = cast("PoolFullError", flood[2].exception())
     assert (error.position, error.waiting) == (4, 3)
-    assert "admissions_waiting_max" in str(error)
+    assert "queues.admissions_max" in str(error)
     flood[3].exception()
     for task in (*flood[:2], modest):
         task.cancel()
@@ -334,7 +346,7 @@ async def test_one_that_gives_up_takes_no_slot_with_it_not_even_one_that_is_on_i
     assert pool.workers == 1  # it has been given to the first, who does not know yet
     tasks[0].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (first.state, second.state) == (State.STOPPED, State.IDLE)
+    assert (first.state, second.state) == (WorkerState.STOPPED, WorkerState.IDLE)
     assert pool.workers == 1
 
 
@@ -349,7 +361,7 @@ async def test_a_slot_is_not_given_to_one_who_has_just_given_up() -> None:
     running.idle()
     running.die()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (first.state, second.state) == (State.STOPPED, State.IDLE)
+    assert (first.state, second.state) == (WorkerState.STOPPED, WorkerState.IDLE)
 
 
 @virtually
@@ -361,7 +373,7 @@ async def test_an_idle_session_with_a_message_on_its_way_is_left_alone() -> None
     await other.start()
     wanted.waiting = 1
     await pool.actor("new").start()
-    assert (wanted.state, other.state) == (State.IDLE, State.STOPPED)
+    assert (wanted.state, other.state) == (WorkerState.IDLE, WorkerState.STOPPED)
 
 
 @virtually
@@ -376,9 +388,9 @@ async def test_a_session_whose_worker_dies_in_a_turn_keeps_its_slot() -> None:
     running.begin()
     assert not waiting.done()
     running.die()
-    running.in_turn = False  # settled with an error, and no start
+    running.settle()  # with an error, and no start
     await waiting
-    assert other.state is State.IDLE
+    assert other.state is WorkerState.IDLE
 
 
 @virtually
@@ -415,10 +427,10 @@ async def test_shrinking_lets_idle_sessions_go_and_running_ones_when_they_are_do
     await idle.start()
     pool.admission.resize(1)
     await asyncio.sleep(5)
-    assert [actor.state for actor in (*busy, idle)] == [State.BUSY, State.BUSY, State.STOPPED]
+    assert [actor.state for actor in (*busy, idle)] == [WorkerState.BUSY, WorkerState.BUSY, WorkerState.STOPPED]
     busy[1].idle()
     await asyncio.sleep(5)
-    assert [actor.state for actor in busy] == [State.BUSY, State.STOPPED]
+    assert [actor.state for actor in busy] == [WorkerState.BUSY, WorkerState.STOPPED]
     assert pool.workers == 1
 
 
@@ -449,12 +461,12 @@ async def test_a_paused_pool_holds_messages_and_starts_and_lets_them_on_when_res
     held = asyncio.create_task(pool.admission.passed(running))
     start = new.start()
     await asyncio.sleep(30)
-    assert (held.done(), start.done(), new.state) == (False, False, State.STOPPED)
+    assert (held.done(), start.done(), new.state) == (False, False, WorkerState.STOPPED)
     assert pool.admission.snapshot().state == "paused"
     assert (pool.admission.snapshot().held, pool.in_queue) == (1, 1)
     pool.admission.resume()
     await asyncio.gather(held, start)
-    assert new.state is State.IDLE
+    assert new.state is WorkerState.IDLE
     assert (pool.admission.snapshot().held, pool.in_queue) == (0, 0)
 
 
@@ -471,7 +483,7 @@ async def test_a_pause_waits_for_the_turns_that_run() -> None:
 
 @virtually
 async def test_a_pause_that_lasts_too_long_or_holds_too_many_refuses() -> None:
-    pool = Pool(admissions_waiting_max=1, wait_timeout_s=20)
+    pool = Pool(queues=QueueLimits(admissions_max=1), timeouts=Timeouts(wait_s=20))
     actor, starting = pool.actor("a"), pool.actor("b")
     await pool.admission.pause(0)
     began = asyncio.get_running_loop().time()
@@ -504,7 +516,7 @@ async def test_a_drain_finishes_what_is_there_and_ends_the_rest_at_its_deadline(
         pool.admission.refuse_new()
     assert await drain == Drained(finished=1, cut=1)
     assert loop.time() - began == pytest.approx(10, abs=0.1)
-    assert [actor.state for actor in (quick, slow, idle)] == [State.IDLE, State.STOPPED, State.IDLE]
+    assert [actor.state for actor in (quick, slow, idle)] == [WorkerState.IDLE, WorkerState.STOPPED, WorkerState.IDLE]
     with pytest.raises(PoolDrainingError, match="drained"):
         await pool.admission.passed(quick)
     with pytest.raises(PoolDrainingError):
@@ -529,7 +541,7 @@ async def test_a_drain_ends_with_its_last_message_or_when_it_is_called_off() -> 
     await asyncio.sleep(1)
     pool.admission.resume()
     assert await drain == Drained(finished=0, cut=0)
-    assert running.state is State.BUSY
+    assert running.state is WorkerState.BUSY
 
 
 @virtually
@@ -580,7 +592,7 @@ def test_no_slot_is_lost_or_given_twice(steps: list[tuple[str, int, int]], start
 
 
 async def _random_life(steps: list[tuple[str, int, int]], start_s: float, busy: str) -> None:
-    pool = Pool(workers_max=2, admissions_waiting_max=4, wait_timeout_s=50, busy=busy)
+    pool = Pool(workers_max=2, queues=QueueLimits(admissions_max=4), timeouts=Timeouts(wait_s=50), busy=busy)
     pool.start_s = start_s
     actors = [pool.actor(str(number), "ada" if number < 4 else None) for number in range(8)]
     tasks = []
@@ -590,14 +602,14 @@ async def _random_life(steps: list[tuple[str, int, int]], start_s: float, busy: 
         match what:
             case "start" if actor.starting is None and actor.state not in ALIVE:
                 tasks.append(actor.start())
-            case "turn" if actor.state is State.IDLE:
+            case "turn" if actor.state is WorkerState.IDLE:
                 actor.begin()
-            case "turn" if actor.state is State.BUSY:
+            case "turn" if actor.state is WorkerState.BUSY:
                 actor.idle()
-            case "die" if actor.state in (State.IDLE, State.BUSY):
+            case "die" if actor.state in (WorkerState.IDLE, WorkerState.BUSY):
                 actor.die()
             case "settle" if actor.state not in ALIVE:
-                actor.in_turn = False
+                actor.settle()
             case "give up" if actor.starting is not None and actor.state not in ALIVE:
                 actor.starting.cancel()
             case "stop":
@@ -622,8 +634,9 @@ async def _random_life(steps: list[tuple[str, int, int]], start_s: float, busy: 
             assert not pool.in_queue, "there is a permit, and somebody waits"
     pool.admission.resume()
     for actor in actors:
-        actor.in_turn = actor.in_turn and actor.state in ALIVE
-        if actor.state is State.BUSY:
+        if actor.in_turn and actor.state not in ALIVE:
+            actor.settle()
+        if actor.state is WorkerState.BUSY:
             actor.idle()
     await asyncio.sleep(100)  # longer than anybody waits
     assert all(task.done() for task in tasks), "somebody waits in a pool in which nothing runs"

@@ -5,7 +5,7 @@ import psutil
 import pytest
 
 from hermes_pool.system.linux_source import LinuxSource
-from hermes_pool.system.sampler import READ_ALL_EVERY, Sampler
+from hermes_pool.system.sampler import FULL_PASS_EVERY, Sampler
 from hermes_pool.system.samples import Attention, Stat
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -29,10 +29,10 @@ def test_idle_workers_are_not_read_again() -> None:
     parent = os.getppid()
     workers = {(parent, psutil.Process(parent).create_time()): Attention.PASSING}
     sampler = Sampler(source=Counting())
-    sampler.look(workers)
+    sampler.sample(workers)
     read.clear()
-    for _ in range(READ_ALL_EVERY - 1):
-        assert sampler.look(workers) == {worker: sampler.samples(worker)[0] for worker in workers}
+    for _ in range(FULL_PASS_EVERY - 1):
+        assert sampler.sample(workers) == {worker: sampler.samples(worker)[0] for worker in workers}
     assert read == []
-    sampler.look(workers)
+    sampler.sample(workers)
     assert parent in read

@@ -17,6 +17,17 @@ MESSAGES = st.one_of(
     st.just(wire.Closed()),
 )
 
+
+def host(frame_bytes_max: int = wire.FRAME_BYTES_MAX) -> wire.FrameDecoder[wire.FromWorker]:
+    """The decoder of what a worker sends."""
+    return wire.FrameDecoder(wire.FromWorker, frame_bytes_max)
+
+
+def worker() -> wire.FrameDecoder[wire.ToWorker]:
+    """The decoder of what a worker takes."""
+    return wire.FrameDecoder(wire.ToWorker)
+
+
 # The bytes of each message, so that a change of the wire is never an accident.
 GOLDEN = [
     (wire.Open("c"), "0000000f99a44f70656ea163c0c0c080c0c0c2"),
@@ -58,7 +69,7 @@ GOLDEN = [
 @pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=lambda value: type(value).__name__)
 def test_golden_bytes(message: wire.Message, golden: str) -> None:
     assert bytes(wire.encode(message)).hex() == golden
-    decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker | wire.FromWorker)
+    decoder: wire.FrameDecoder[wire.ToWorker | wire.FromWorker] = wire.FrameDecoder(wire.ToWorker | wire.FromWorker)
     assert decoder.feed(bytes.fromhex(golden)) == [message]
 
 
@@ -72,7 +83,7 @@ def test_every_message_has_golden_bytes() -> None:
 def test_the_stream_may_be_cut_anywhere(messages: list[wire.Message], data: st.DataObject) -> None:
     stream = b"".join(bytes(wire.encode(message)) for message in messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
-    decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker)
+    decoder = host()
     got = []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         got += decoder.feed(stream[start:end])
@@ -89,13 +100,13 @@ def test_an_end_inside_a_frame_is_seen(messages: list[wire.Message], data: st.Da
     for message in messages:
         whole.add(max(whole) + len(wire.encode(message)))
     cut = data.draw(st.integers(0, len(stream)))
-    decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker)
+    decoder = host()
     decoder.feed(stream[:cut])
     assert decoder.mid_frame is (cut not in whole)
 
 
 def test_the_size_is_checked_before_anything_is_read_for_it() -> None:
-    decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker, 1000)
+    decoder = host(1000)
     assert decoder.feed((2**31 - 1).to_bytes(4, "big")) == []
     assert isinstance(decoder.failed, wire.FrameTooLargeError)
     assert "2,147,483,647" in str(decoder.failed)
@@ -105,11 +116,11 @@ def test_the_size_is_checked_before_anything_is_read_for_it() -> None:
 def test_a_frame_of_exactly_the_limit_passes_and_one_byte_more_does_not() -> None:
     size = len(wire.encode(wire.TextDelta("t", 1, "x" * 100))) - wire.HEADER_BYTES
     frame = wire.encode(wire.TextDelta("t", 1, "x" * 100), size)
-    assert wire.FrameDecoder(wire.FromWorker, size).feed(frame)
+    assert host(size).feed(frame)
     with pytest.raises(wire.FrameTooLargeError) as caught:
         wire.encode(wire.TextDelta("t", 1, "x" * 101), size)
     assert (caught.value.size, caught.value.limit) == (size + 1, size)
-    small: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker, size - 1)
+    small = host(size - 1)
     assert small.feed(frame) == []
     assert small.failed is not None
 
@@ -133,7 +144,7 @@ GARBAGE = {
 @pytest.mark.parametrize("body", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_ends_the_stream_after_what_was_good(body: bytes) -> None:
     good = bytes(wire.encode(wire.Pong(1)))
-    decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker)
+    decoder = host()
     assert decoder.feed(good + len(body).to_bytes(4, "big") + body + good) == [wire.Pong(1)]
     assert isinstance(decoder.failed, wire.WireError)
     assert decoder.feed(good) == []
@@ -142,7 +153,7 @@ def test_garbage_ends_the_stream_after_what_was_good(body: bytes) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=6))
 def test_no_bytes_can_raise(chunks: list[bytes]) -> None:
-    decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker, 10_000)
+    decoder = host(10_000)
     for chunk in chunks:
         decoder.feed(chunk)
 
@@ -158,10 +169,9 @@ def test_no_bytes_can_raise(chunks: list[bytes]) -> None:
 )
 def test_half_a_surrogate_pair_becomes_a_replacement_character(text: str, wired: str) -> None:
     frame = wire.encode(wire.Turn("t", 1, text))
-    assert wire.FrameDecoder(wire.ToWorker).feed(frame) == [wire.Turn("t", 1, wired)]
+    assert worker().feed(frame) == [wire.Turn("t", 1, wired)]
     opened = wire.encode(wire.Open("c", options={text: [text, {"x": (text,)}]}))
-    decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker)
-    (message,) = decoder.feed(opened)
+    (message,) = worker().feed(opened)
     assert isinstance(message, wire.Open)
     assert message.options == {wired: [wired, {"x": [wired]}]}
 
@@ -169,6 +179,6 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(text: str, wired:
 def test_a_later_field_is_ignored_and_an_earlier_wire_gets_the_default() -> None:
     longer = msgspec.msgpack.encode(["Pong", 1, "added by a later version"])
     shorter = msgspec.msgpack.encode(["Opened", "s"])
-    decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker)
+    decoder = host()
     for body, message in ((longer, wire.Pong(1)), (shorter, wire.Opened("s"))):
         assert decoder.feed(len(body).to_bytes(4, "big") + body) == [message]

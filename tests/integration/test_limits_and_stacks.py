@@ -1,4 +1,4 @@
-"""What a worker sets for itself: limits that the kernel then keeps, and stacks that come though nobody can run."""
+"""What a worker sets up for itself: limits that the kernel enforces, and stacks that come even if no thread can run."""
 
 import os
 import select
@@ -8,26 +8,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from hermes_pool.policy.liveness import stacks_of
 from hermes_pool.system import processes
 from hermes_pool_worker import limits
-from tests.support import known
+from hermes_pool_worker.contract import EXIT_UNUSABLE, RLIMITS_VARIABLE, STACKS_SIGNAL
 
-STACKS = known(limits.STACKS_SIGNAL)
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has neither")
 PACKAGE = Path(limits.__file__).parent.parent
 
 RUN = f"""
 import sys; sys.path.insert(0, {str(PACKAGE)!r})
 from hermes_pool_worker import limits
-limits.arm_stacks(); limits.keep_rlimits()
+limits.arm_stacks(); limits.set_rlimits()
 """
 
 
+Start = Callable[[str], "subprocess.Popen[bytes]"]
+STACKS = STACKS_SIGNAL or signal.SIGTERM
+"""The signal where there is one; the second exists for the type checker, since these tests do not run elsewhere."""
+
+
 def run(program: str, asked: str = "", before: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, limits.RLIMITS_VARIABLE: asked}
+    environment = {**os.environ, RLIMITS_VARIABLE: asked}
     argv = [sys.executable, "-c", before + RUN + program]
     return subprocess.run(argv, check=False, env=environment, capture_output=True, text=True, timeout=20)
 
@@ -66,7 +72,7 @@ def test_a_hard_limit_is_never_raised(asked: str) -> None:
 @pytest.mark.parametrize("asked", ["RLIMIT_NONSENSE=1", "getrlimit=1", "RLIMIT_NOFILE", "RLIMIT_NOFILE=x"])
 def test_what_cannot_be_set_ends_the_worker_with_the_reason(asked: str) -> None:
     done = run("print('goes on')", asked)
-    assert done.returncode == 78
+    assert done.returncode == EXIT_UNUSABLE
     assert done.stdout == ""
     assert "worker_rlimits" in done.stderr
     assert asked in done.stderr
@@ -105,8 +111,18 @@ begun.wait()
 )
 
 
+def output(process: "subprocess.Popen[bytes]") -> IO[bytes]:
+    assert process.stdout is not None
+    return process.stdout
+
+
+def errors(process: "subprocess.Popen[bytes]") -> IO[bytes]:
+    assert process.stderr is not None
+    return process.stderr
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+def start() -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
     def begin(program: str) -> subprocess.Popen[bytes]:
@@ -119,16 +135,16 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     for process in started:
         process.kill()
         process.wait(10)
-        known(process.stdout).close()
-        known(process.stderr).close()
+        output(process).close()
+        errors(process).close()
 
 
 def written(process: subprocess.Popen[bytes], until: bytes, seconds: float) -> list[str]:
     """What comes on stderr within that time, up to a word."""
     deadline = time.monotonic() + seconds
     data = b""
-    while until not in data and select.select([known(process.stderr)], [], [], max(0, deadline - time.monotonic()))[0]:
-        data += os.read(known(process.stderr).fileno(), 65536)
+    while until not in data and select.select([errors(process)], [], [], max(0, deadline - time.monotonic()))[0]:
+        data += os.read(errors(process).fileno(), 65536)
     return data.decode().splitlines()
 
 
@@ -140,13 +156,11 @@ def written(process: subprocess.Popen[bytes], until: bytes, seconds: float) -> l
         pytest.param(BLOCKS_SIGNALS_TOO, id="blocks other signals"),
     ],
 )
-def test_the_stacks_come_at_once_though_the_lock_is_held_in_c(
-    start: Callable[[str], subprocess.Popen[bytes]], stuck: str
-) -> None:
+def test_the_stacks_come_at_once_though_the_lock_is_held_in_c(start: Start, stuck: str) -> None:
     process = start(STUCK + stuck + "stuck_here()\n")
-    assert os.read(known(process.stdout).fileno(), 1) == b"."
-    while select.select([known(process.stdout)], [], [], 0.5)[0]:  # until no other thread gets to run
-        assert os.read(known(process.stdout).fileno(), 65536)
+    assert os.read(output(process).fileno(), 1) == b"."
+    while select.select([output(process)], [], [], 0.5)[0]:  # until no other thread gets to run
+        assert os.read(output(process).fileno(), 65536)
     assert processes.catches(process.pid, STACKS)
     began = time.monotonic()
     os.kill(process.pid, STACKS)
@@ -159,18 +173,18 @@ def test_the_stacks_come_at_once_though_the_lock_is_held_in_c(
     assert process.poll() is None
 
 
-def test_who_has_not_armed_is_not_to_be_asked(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
+def test_who_has_not_armed_is_not_to_be_asked(start: Start) -> None:
     process = start("import time; print('up', flush=True); time.sleep(60)")
-    assert known(process.stdout).readline() == b"up\n"
+    assert output(process).readline() == b"up\n"
     assert not processes.catches(process.pid, STACKS)
     assert not processes.catches(2**22 + 5, STACKS)
 
 
-def test_a_tool_of_the_worker_does_not_inherit_it(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
+def test_a_tool_of_the_worker_does_not_inherit_it(start: Start) -> None:
     process = start(
         RUN + "import subprocess\nwith subprocess.Popen(['sleep', '60']) as tool:\n    print(tool.pid, flush=True)\n"
     )
-    tool = int(known(process.stdout).readline())
+    tool = int(output(process).readline())
     deadline = time.monotonic() + 5
     while processes.catches(tool, STACKS):  # until it has become the tool
         assert time.monotonic() < deadline
@@ -178,14 +192,14 @@ def test_a_tool_of_the_worker_does_not_inherit_it(start: Callable[[str], subproc
     os.kill(tool, signal.SIGKILL)
 
 
-def test_a_fork_inherits_it_with_its_own_standard_error(start: Callable[[str], subprocess.Popen[bytes]]) -> None:
+def test_a_fork_inherits_it_with_its_own_standard_error(start: Start) -> None:
     process = start(
         RUN
         + "import os, time\nnull = os.open(os.devnull, os.O_WRONLY)\n"
         + "def in_the_fork(): print(os.getpid(), flush=True); time.sleep(60)\n"
         + "pid = os.fork()\nif pid == 0: in_the_fork()\nos.dup2(null, 2); os.waitpid(pid, 0)\n"
     )
-    fork = int(known(process.stdout).readline())
+    fork = int(output(process).readline())
     try:
         assert processes.catches(fork, STACKS)
         os.kill(fork, STACKS)
@@ -198,7 +212,7 @@ def test_both_take_less_than_a_tenth_of_a_millisecond() -> None:
     done = run(
         "import time\ntook = []\n"
         "for _ in range(50):\n"
-        "    began = time.perf_counter(); limits.arm_stacks(); limits.keep_rlimits()\n"
+        "    began = time.perf_counter(); limits.arm_stacks(); limits.set_rlimits()\n"
         "    took.append(time.perf_counter() - began)\n"
         "print(sorted(took)[25])"
     )

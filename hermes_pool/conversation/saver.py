@@ -1,0 +1,46 @@
+"""Stores what has changed, beside the turns and never on their path."""
+
+import asyncio
+
+from hermes_pool.conversation.metadata import SessionMetadata
+
+SAVE_EVERY_S = 1.0
+"""How often a session that is talked to all the time is stored."""
+SAVE_NEWS_AFTER_S = 0.02
+"""How soon news of a session's identity are stored. The moment lets its caller have the reply first."""
+
+
+class Saver:
+    """Saves the metadata of all sessions of a pool."""
+
+    def __init__(self) -> None:
+        self._due: dict[SessionMetadata, float] = {}  # on the loop's clock
+        self._wanted = asyncio.Event()
+
+    def soon(self, metadata: SessionMetadata, *, urgent: bool) -> None:
+        """Have a session stored: within a moment when that is ``urgent`` or its identity new, else within a second."""
+        now = asyncio.get_running_loop().time()
+        calm = metadata.identity_is_stored and not urgent
+        if metadata in self._due and (calm or self._due[metadata] <= now + SAVE_NEWS_AFTER_S):
+            return
+        self._due[metadata] = now + (SAVE_EVERY_S if calm else SAVE_NEWS_AFTER_S)
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Save what is due, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            now = loop.time()
+            due = [metadata for metadata, at in self._due.items() if at <= now]
+            for metadata in due:
+                del self._due[metadata]
+            if due:
+                await asyncio.gather(*(metadata.save() for metadata in due))
+                continue
+            next_at = min(self._due.values(), default=None)
+            self._wanted.clear()
+            try:
+                async with asyncio.timeout_at(next_at):
+                    await self._wanted.wait()
+            except TimeoutError:
+                continue

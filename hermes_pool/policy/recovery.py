@@ -1,0 +1,95 @@
+"""What happens to a turn whose worker died: pure decisions from facts.
+
+The rule behind them: to replace a worker and to run a turn again are two decisions. A dead worker is replaced while the
+turn's budget lasts. The turn runs again only where it can have had no effect.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+Replay = Literal["until_tool", "always", "never"]
+"""Which turns run again: those in which no tool had started, all, or none."""
+
+
+class Decision(StrEnum):
+    """What happens next to the turn."""
+
+    REPLACE = "replace"
+    """Start another worker; then decide again."""
+    REPLAY = "replay"
+    """Hand the turn to the new worker."""
+    DELIVER = "deliver"
+    """Settle it with the reply that the dead worker had finished, and the new one found in the history."""
+    END = "end"
+    """Settle it as was wanted before its worker died."""
+    INTERRUPT = "interrupt"
+    """Settle it with ``TurnInterruptedError``: a tool may have acted."""
+    CRASH = "crash"
+    """Settle it with ``WorkerCrashedError``."""
+    REFUSE = "refuse"
+    """Settle it with the error of the start: nothing else has happened."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnFacts:
+    """What is known of the turn."""
+
+    deaths: int
+    """Workers that have died with it so far."""
+    tools_started: bool
+    """Whether a tool may have acted, in any attempt."""
+    end_wanted: bool
+    """Whether it was to end anyway: cancelled, stopped, or over a limit of time."""
+    replay: Replay
+    replacements_max: int
+    """How many dead workers may be replaced for one turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replacement:
+    """What became of the worker that was to take over."""
+
+    alive: bool = True
+    """Whether it is still there."""
+    recovered: bool = False
+    """Whether it found the turn complete in the history."""
+
+
+def after_death(turn: TurnFacts) -> Decision:
+    """Decide when a worker has died in a turn."""
+    if turn.end_wanted:
+        return Decision.END
+    if turn.deaths > turn.replacements_max:
+        return _failure(turn)
+    return Decision.REPLACE
+
+
+def after_replacement(turn: TurnFacts, replacement: Replacement) -> Decision:
+    """Decide when another worker has opened the session."""
+    if replacement.recovered:
+        return Decision.DELIVER
+    if turn.end_wanted:
+        return Decision.END
+    if not replacement.alive:
+        return _failure(turn)
+    if turn.replay == "always" or (turn.replay == "until_tool" and not turn.tools_started):
+        return Decision.REPLAY
+    return _failure(turn)
+
+
+def after_failed_start(turn: TurnFacts, *, backing_off: bool) -> Decision:
+    """Decide when no other worker could be started; ``backing_off``: none was even tried, too many had died.
+
+    That a tool may have acted, or that workers keep dying, matters more to the caller than why nobody could take over.
+    """
+    if turn.end_wanted:
+        return Decision.END
+    if turn.tools_started or backing_off:
+        return _failure(turn)
+    return Decision.REFUSE
+
+
+def _failure(turn: TurnFacts) -> Decision:
+    """Tell which error it is. With ``replay="always"`` the host has said that effects may be repeated."""
+    return Decision.INTERRUPT if turn.tools_started and turn.replay != "always" else Decision.CRASH

@@ -1,0 +1,79 @@
+"""How a worker ended, what its end took, and what is left of it."""
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from hermes_pool.process.launcher import Exit
+from hermes_pool.system import processes
+
+SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""Windows has none, and its SIGTERM cannot be ignored."""
+STRAYS_ROUNDS_MAX = 3
+"""How often to look for processes with a stopped worker's marker: one that is being ended may still fork."""
+
+How = Literal["closed", "terminated", "killed"]
+"""What ended a worker: its own exit, SIGTERM or SIGKILL."""
+Family = dict[int, psutil.Process]
+"""Processes by their pid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of a worker's process, as it is reported once.
+
+    ``cause`` is what the pool did to it, if it did anything (a broken protocol, a limit). ``wanted`` tells that the
+    pool had decided on the end before the first signal.
+    """
+
+    exit: Exit
+    stderr_tail: tuple[str, ...]
+    cause: str | None = None
+    wanted: bool = False
+
+    def __str__(self) -> str:
+        """Describe it, to follow "the worker"."""
+        if self.cause:
+            return f"{self.cause} and {self.exit}"
+        if self.exit.returncode == -SIGKILL and not self.wanted:
+            return f"{self.exit}, possibly because the machine is out of memory"
+        return str(self.exit)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """What it took to stop a worker, what ended with it, and the proof that nothing is left."""
+
+    exit: Exit
+    how: How
+    """``closed`` by itself, ``terminated`` or ``killed``."""
+    strays: tuple[int, ...] = ()
+    """Pids of processes that its tools had left running. All have ended: killed by the pool, or ended by the worker."""
+    worker: tuple[int, float] | None = None
+    """Pid and create time (seconds since the epoch); ``None`` where no process was ever started."""
+    left: tuple[int, ...] = ()
+    """Pids that still live, or may, by the process table: the worker, what was below it when its end began, and what
+    carries its marker. Empty, except for a process that the kernel itself cannot end."""
+
+
+def end_family(worker: tuple[int, float], marker: str, family: Family) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Kill what is left of a stopped worker; return the pids that are gone and those that are not. Blocks."""
+    processes.kill(family.values())
+    left = {pid for pid, each in family.items() if _may_live(pid, each.create_time())}
+    strays = set(family) - left
+    marked = processes.find_by_marker(marker)
+    for _ in range(STRAYS_ROUNDS_MAX):
+        if not marked:
+            break
+        strays |= set(processes.kill(marked))
+        marked = processes.find_by_marker(marker)
+    left |= {each.pid for each in marked}
+    if _may_live(*worker):
+        left.add(worker[0])
+    return tuple(sorted(strays - left - {worker[0]})), tuple(sorted(left))
+
+
+def _may_live(pid: int, create_time: float) -> bool:
+    return processes.identify(pid, create_time) in (processes.IdentityCheck.CURRENT, processes.IdentityCheck.UNKNOWN)
