@@ -218,6 +218,22 @@ def test_what_is_never_used(file: Path) -> None:
             assert not isinstance(target, ast.BoolOp), "a pid that may be missing must not become 0"
 
 
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+TESTED_BY = {"worker": WORKER, "bench": ROOT / "scripts" / "_bench"}
+"""Where the modules are that a folder of ``tests/unit`` is about; for all others, the folder of ``hermes_pool`` of that
+name."""
+
+
+def test_unit_tests_mirror_the_modules() -> None:
+    for file in sorted((ROOT / "tests" / "unit").rglob("test_*.py")):
+        *folders, name = file.relative_to(ROOT / "tests" / "unit").parts
+        folder = TESTED_BY.get(folders[0] if folders else "", SUPERVISOR.joinpath(*folders))
+        module = folder / name.removeprefix("test_")
+        assert module.exists(), f"{file} is named after no module: {module} does not exist"
+
+
 # --- what is promised in public ---------------------------------------------------------------------------------------
 
 

@@ -146,10 +146,8 @@ class WorkerSlot:
             self._starting = None
 
     async def _fill(self) -> wire.Opened:
-        admission = self._services.admission
         try:
-            await admission.make_room(self.occupant)
-            admission.check_open(self.occupant)
+            await self._services.admission.make_room(self.occupant)
             self.became(WorkerChange.START_BEGUN)
             try:
                 connection = await self._services.factory.start(self._id, self._request(), self, self._launch_failed)

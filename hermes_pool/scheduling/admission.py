@@ -185,6 +185,7 @@ class Admission:
         Waits at most ``timeouts.wait_s``, and with ``busy="reject"`` only for an idle session that goes. Raises
         ``PoolFullError``, ``PoolPausedError`` or ``PoolClosedError``; a cancelled caller leaves the queue at once.
         """
+        self.check_open(asking)
         if asking in self._permits:  # its worker died in a turn: the permit was kept for this
             return
         if not self._queue and self._has_permit():
@@ -432,7 +433,8 @@ class Admission:
             async with asyncio.timeout_at(deadline):
                 await held
         except TimeoutError:
-            raise self._refusal(session) from None
+            if self.state is PoolState.PAUSED:  # else it was resumed at that very moment
+                raise self._refusal(session) from None
         finally:
             if held in self._held:
                 self._held.remove(held)

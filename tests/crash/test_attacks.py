@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hermes_pool import HermesSessionManager, RestartPolicy
+from hermes_pool import HermesSessionManager, Reply, RestartPolicy
 from hermes_pool.errors import (
     HermesPoolError,
     TurnTimeoutError,
@@ -66,7 +66,9 @@ async def innocent(pool: HermesSessionManager, name: str = "innocent") -> AsyncI
     assert seen.worst_s < BOUND_S
 
 
-async def attack(pool: HermesSessionManager, cwd: Path, make: Callable[[str, int], bytes], text: str) -> Any:
+async def attack(
+    pool: HermesSessionManager, cwd: Path, make: Callable[[str, int], bytes], text: str
+) -> tuple[Reply | HermesPoolError, list[wire.TurnEvent]]:
     """Have the worker of conversation ``c`` send bytes in a turn; return the reply or the error, and the events."""
     turn = pool.turn("c", text)
     cwd.joinpath("in turn").write_bytes(make(turn.turn_id, 1))
@@ -242,10 +244,12 @@ async def test_frames_of_other_turns_attempts_and_conversations_reach_nobody(
             return bytes(frames + packed("TextDelta", turn_id, attempt, "a newer worker", "knows", {"more": 1}))
 
         reply, events = await attack(pool, tmp_path, of_others, "in turn")
+        assert isinstance(reply, Reply)
         assert (reply.text, reply.session_id, reply.restarts) == ("waited", session_id, 0)
-        assert [event.text for event in events] == ["a newer worker"]
+        assert [event.text for event in events if isinstance(event, wire.TextDelta)] == ["a newer worker"]
+        assert len(events) == 1
         assert victim.outcome is None
-        assert (victim.tools_started, victim.questions_open) == ([], {})
+        assert (victim._turn.tools_started, victim._turn.questions_open) == ([], {})
         assert (await row_of(pool, "c")).session_id == session_id
         end = await victim.cancel()
         assert end is not None
@@ -263,6 +267,7 @@ async def test_a_worker_that_takes_over_cannot_end_the_turn_before_it_is_given_i
         async with pool.turn("c", "die before") as turn:
             events = [event async for event in turn if not isinstance(event, wire.Status)]
             reply = await turn.reply()
+        assert isinstance(reply, Reply)
         assert (reply.text, reply.session_id, reply.restarts) == ("die before", session_id, 1)
         assert events == [wire.TextDelta(turn.turn_id, 2, "die before")]
         assert (await pool.send("c", "/count")).text == "3"

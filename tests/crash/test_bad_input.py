@@ -1,4 +1,4 @@
-"""Ids, messages and stored state as nobody wants them, and what is stored of good ones (CASES C45)."""
+"""Ids, messages and stored state that nobody wants, and what is stored of good ones."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Workers that die: between turns, in a turn, again, and with what they leave behind (CASES C08, C22)."""
+"""Workers that die: between turns, in a turn, again, and with what they leave behind."""
 
 import asyncio
 import os

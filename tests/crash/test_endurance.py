@@ -11,14 +11,14 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import pytest
 
-from tests.support import OpenPool, alive, children, descriptors, quick, until
+from tests.support import OpenPool, alive, children, descriptors, known, quick, until
 
 AGENTS = str(Path(__file__).parent.parent / "integration" / "agents")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -45,7 +45,7 @@ async def test_starts_and_ends_of_all_kinds_leave_nothing(
             case 1:
                 assert await session.hibernate(0.0)
             case 2:
-                os.kill(session.snapshot().pid, signal.SIGKILL)  # type: ignore[arg-type]
+                os.kill(known(session.snapshot().pid), signal.SIGKILL)
                 await until(lambda: session.at_rest, "the death to be seen")
 
     async def cycles_from(first: int) -> None:
@@ -103,7 +103,7 @@ HOST = """
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Any:
+def host(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a program as a host of its own; whatever is below it is ended at last."""
     started: list[subprocess.Popen[str]] = []
 

@@ -1,4 +1,4 @@
-"""Workers that cannot start, or never get ready (CASES C20), and settings that name what is not there."""
+"""Workers that cannot start, or never get ready, and settings that name what is not there."""
 
 import asyncio
 import contextlib

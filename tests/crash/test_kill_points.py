@@ -27,7 +27,7 @@ from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, lines, process_of, row_of
-from tests.support import Faulty, FaultyProgram, OpenPool, Pool, quick, until
+from tests.support import Faulty, FaultyProgram, OpenPool, Pool, known, quick, until
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -328,7 +328,7 @@ async def test_a_worker_that_is_dead_before_it_is_taken_over(
             await open_connection(connection, *arguments)
             if not doomed:
                 doomed.append(connection)
-                process = psutil.Process(connection.process.pid)  # type: ignore[union-attr]
+                process = psutil.Process(known(connection.process).pid)
                 process.kill()
                 _until_dead_without_a_turn_of_the_loop(process)
 
@@ -358,7 +358,7 @@ async def test_a_replacement_that_dies_the_moment_it_is_taken_over_ends_the_turn
         def taken_and_killed(slot: WorkerSlot, connection: WorkerConnection) -> wire.Opened:
             opened = take(slot, connection)
             if not killed:
-                killed.append(psutil.Process(connection.process.pid))  # type: ignore[union-attr]
+                killed.append(psutil.Process(known(connection.process).pid))
                 killed[0].kill()
                 _until_dead_without_a_turn_of_the_loop(killed[0])
             return opened

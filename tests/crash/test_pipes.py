@@ -1,4 +1,4 @@
-"""Much data, and one side dying meanwhile (CASES C04, C05)."""
+"""Much data, and one side dying meanwhile."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Wanted ends are no crashes, deaf workers are bounded, and states are true afterwards (CASES C21)."""
+"""Wanted ends are no crashes, deaf workers are bounded, and states are true afterwards."""
 
 import asyncio
 import os
@@ -6,10 +6,10 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from hermes_pool import HermesSessionManager, Turn
 from hermes_pool.errors import TurnCancelledError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
 from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
@@ -18,11 +18,11 @@ from tests.support import Faulty, OpenPool, known, quick, until
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 
 
-async def _is(pool: Any, conversation_id: str, state: str) -> bool:
+async def _is(pool: HermesSessionManager, conversation_id: str, state: str) -> bool:
     return (await row_of(pool, conversation_id)).state == state
 
 
-async def _in_turn(pool: Any, text: str) -> Any:
+async def _in_turn(pool: HermesSessionManager, text: str) -> Turn:
     """Begin a turn and wait until its worker is at it."""
     turn = await pool.turn("c", text).__aenter__()
     assert isinstance(await anext(turn), wire.Status)

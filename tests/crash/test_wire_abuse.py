@@ -1,4 +1,4 @@
-"""What an agent's own output, its tools and broken programs do to the wire (CASES C01, C03, C06, C07)."""
+"""What an agent's own output, its tools and broken programs do to the wire."""
 
 import asyncio
 import json

@@ -69,7 +69,7 @@ async def store(database: Database) -> AsyncIterator[ConversationStore]:
     await own.close()
 
 
-def put(database: Database, state: str | None, conversation_id: str = KEY.conversation_id) -> None:
+def put(database: Database, state: str | bytes | None, conversation_id: str = KEY.conversation_id) -> None:
     database.sql("INSERT INTO conversation (id, agent_state) VALUES (?, ?)", conversation_id, state)
 
 
@@ -143,7 +143,7 @@ async def test_what_only_one_database_takes_is_stored_equal_on_both(
         last_error="\udc97 literal \\u0000 and \\\\u0000",
         restart_count=2**70,
         create_time=math.inf,
-        host=b"bytes",  # type: ignore[arg-type]
+        host=b"bytes",  # type: ignore[arg-type] # of no type that it may have
     )
     await store.save(KEY, odd)
     assert read(database)["runtime_state"]["hermes"] == {
@@ -248,7 +248,7 @@ async def test_what_is_no_json_is_left_as_it_is(tmp_path: Path, state: str | byt
     database = Database(f"sqlite:///{tmp_path}/jarvis.db", "TEXT")
     store = ConversationStore.from_url(database.url)
     await store.prepare()
-    put(database, state, "c1")  # type: ignore[arg-type]
+    put(database, state, "c1")
     put(database, "{}", "c2")
     before = database.sql("SELECT typeof(agent_state), CAST(agent_state AS BLOB) FROM conversation WHERE id = 'c1'")
     for attempt in (store.save(KEY, RECORD), store.load(KEY), store.set_runtime("c1", "jarvis")):

@@ -18,12 +18,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from hermes_pool.breakers import StartBreaker
-from hermes_pool.link import EXIT_UNUSABLE, Death, LinkListener, Stopped
-from hermes_pool.start import LAUNCHES_MAX
-from hermes_pool.store import SessionRecord
-from hermes_pool.verdict import Judgement, Verdict
-
 from hermes_pool import (
     HermesPoolError,
     HermesSessionManager,
@@ -37,15 +31,23 @@ from hermes_pool import (
     WorkerStartError,
     WorkerStartTimeoutError,
     WorkerUnusableError,
-    control,
-    health,
     manager,
-    place,
-    start,
 )
-from hermes_pool.process import Exit
+from hermes_pool.control import server
+from hermes_pool.conversation import active_turn, worker_slot
+from hermes_pool.policy import breakers
+from hermes_pool.policy.breakers import StartBreaker
+from hermes_pool.policy.liveness import Diagnosis, Verdict
+from hermes_pool.process import factory
+from hermes_pool.process.connection import ConnectionListener
+from hermes_pool.process.death import Death, How, Stopped
+from hermes_pool.process.factory import LAUNCHES_MAX
+from hermes_pool.process.launcher import Exit
+from hermes_pool.settings import QueueLimits, RestartPolicy, StartPolicy, Timeouts
+from hermes_pool.storage.record import SessionRecord
+from hermes_pool.system import processes
 from hermes_pool_worker import wire
-from tests.simulation import known_faults
+from hermes_pool_worker.contract import EXIT_UNUSABLE
 from tests.simulation.histories import CONVERSATIONS, Birth, History, Op, Rules, Say
 from tests.simulation.world import (
     BREATH_S,
@@ -82,30 +84,28 @@ def settings_for(rules: Rules) -> PoolSettings:
     return PoolSettings(
         agent="echo",
         state_dir=Path(tempfile.gettempdir()),  # it exists, and nothing is put there
-        idle_timeout_s=IDLE_TIMEOUT_S,
-        idle_sweep_s=1.0,
-        start_timeout_s=START_TIMEOUT_S,
-        turn_timeout_s=TURN_TIMEOUT_S,
-        progress_timeout_s=PROGRESS_TIMEOUT_S,
-        wait_timeout_s=WAIT_TIMEOUT_S,
-        close_grace_s=CLOSE_GRACE_S,
-        term_grace_s=TERM_GRACE_S,
-        restarts_window_s=10_000.0,
-        restart_backoff_s=0.5,
-        restart_backoff_max_s=2.0,
-        start_probe_s=0.5,
-        start_probe_max_s=2.0,
+        timeouts=Timeouts(
+            idle_s=IDLE_TIMEOUT_S,
+            start_s=START_TIMEOUT_S,
+            turn_s=TURN_TIMEOUT_S,
+            progress_s=PROGRESS_TIMEOUT_S,
+            wait_s=WAIT_TIMEOUT_S,
+            close_grace_s=CLOSE_GRACE_S,
+            term_grace_s=TERM_GRACE_S,
+            background_s=rules.background_timeout_s,
+        ),
+        restarts=RestartPolicy(
+            replacements_per_turn_max=rules.restarts_max,
+            deaths_in_window_max=rules.restarts_in_window_max,
+            window_s=10_000.0,
+            backoff_s=0.5,
+            quarantine_after=rules.quarantine_after,
+        ),
+        starts=StartPolicy(failures_max=rules.start_failures_max, probe_s=0.5),
+        queues=QueueLimits(turns_max=rules.turns_waiting_max, admissions_max=rules.admissions_waiting_max),
         workers_max=rules.workers_max,
         busy=rules.busy,
         replay=rules.replay,
-        restarts_max=rules.restarts_max,
-        quarantine_after=rules.quarantine_after,
-        restarts_in_window_max=rules.restarts_in_window_max,
-        turns_waiting_max=rules.turns_waiting_max,
-        admissions_waiting_max=rules.admissions_waiting_max,
-        events_waiting_max=rules.events_waiting_max,
-        background_timeout_s=rules.background_timeout_s,
-        start_failures_max=rules.start_failures_max,
     )
 
 
@@ -113,32 +113,23 @@ def settings_for(rules: Rules) -> PoolSettings:
 
 
 class FakeStore:
-    """A database that is slow, or fails, as it is told. It stands in for ``hermes_pool.store.ConversationStore``."""
+    """A database that is slow, or fails, as it is told. It stands in for ``ConversationStore``."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._saving: Counter[str] = Counter()
 
     async def load(self, key: SessionKey) -> SessionRecord | None:
         conversation = key.conversation_id
-        self._world.loaded_while_saved.discard(conversation)
-        if self._saving[conversation]:
-            self._world.loaded_while_saved.add(conversation)
         await self._answer("load")
         return self._world.records.get(conversation)
 
     async def save(self, key: SessionKey, record: SessionRecord) -> None:
         conversation = key.conversation_id
-        self._saving[conversation] += 1
-        if record.status == "dormant":
-            self._world.went_dormant_at[conversation] = now()
         try:
             await self._answer("save")
         except StateNotWritableError:
             self._world.refused_for_good.add(conversation)
             raise
-        finally:
-            self._saving[conversation] -= 1
         self._world.refused_for_good.discard(conversation)
         self._world.records[conversation] = record
         self._world.tell(f"saved {conversation} {record.status} {record.session_id} {record.committed}")
@@ -162,9 +153,9 @@ class FakeProcess:
 
 
 class FakeConnection:
-    """A worker, both ends of the wire, and its process. It stands in for ``hermes_pool.link.WorkerLink``."""
+    """A worker, both ends of the wire, and its process. It stands in for ``WorkerConnection``."""
 
-    def __init__(self, world: World, conversation: str, listener: LinkListener, birth: Birth) -> None:
+    def __init__(self, world: World, conversation: str, listener: ConnectionListener, birth: Birth) -> None:
         self.conversation = conversation
         self.birth = birth
         self.number = len(world.connections)
@@ -202,9 +193,6 @@ class FakeConnection:
         self.exited_at = math.inf
         self.died_at: float | None = None
         """When the pool heard of it."""
-        self.is_being_stopped = False
-        self.stop_was_cancelled = False
-        self.kill_is_on_its_own = False
         self.session_id = ""
         self._has: HandOver | None = None
         self._script: deque[Op] = deque()
@@ -260,11 +248,10 @@ class FakeConnection:
             async with asyncio.timeout_at(deadline):
                 yield
         except BaseException as error:
-            try:
-                await asyncio.shield(self.kill("its start was given up"))
-            except asyncio.CancelledError:  # once more: the kill goes on, and nobody waits for it
-                self.kill_is_on_its_own = True
-                raise
+            killing = asyncio.ensure_future(self.kill("its start was given up"))
+            while not killing.done():  # also where it is cancelled once more
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({killing})
             if not isinstance(error, TimeoutError):
                 raise
             raise WorkerStartTimeoutError(f"it did not get past {name!r}", step=name) from None
@@ -331,9 +318,6 @@ class FakeConnection:
             self.asked_at = now()
             self.send(wire.Ping(1))
 
-    def note_unasked(self) -> None:
-        """Nothing comes of it: it takes ten thousand."""
-
     def pause_reading(self) -> None:
         self._paused = self.alive
         if self.host_has is not None:
@@ -362,31 +346,25 @@ class FakeConnection:
         self._signal_kill()
 
     async def stop(self, close_grace_s: float, term_grace_s: float) -> Stopped:
-        self.wanted = self.is_being_stopped = True
+        self.wanted = True
         self._world.asked_to_close(self)
-        try:
-            if self.death is None:
-                await asyncio.sleep(LOOK_S)
-            self.send(wire.Close())
-            rung = "closed"
-            if not await self._died_within(close_grace_s):
-                rung = await self._signal(term_grace_s)
-            return await self._stopped(rung)
-        except asyncio.CancelledError:
-            self.stop_was_cancelled = True
-            raise
-        finally:
-            self.is_being_stopped = False
+        if self.death is None:
+            await asyncio.sleep(LOOK_S)
+        self.send(wire.Close())
+        how: How = "closed"
+        if not await self._died_within(close_grace_s):
+            how = await self._signal(term_grace_s)
+        return await self._stopped(how)
 
     async def kill(self, cause: str, term_grace_s: float = 0.0) -> Stopped:
         self.wanted = True
         self._cause = self._cause or cause
-        rung = "killed"
+        how: How = "killed"
         if self.process is not None and self.death is None:
-            rung = await self._signal(term_grace_s)
-        return await self._stopped(rung)
+            how = await self._signal(term_grace_s)
+        return await self._stopped(how)
 
-    async def _signal(self, term_grace_s: float) -> str:
+    async def _signal(self, term_grace_s: float) -> How:
         await asyncio.sleep(LOOK_S)
         if term_grace_s > 0:
             if not self.frozen and self.birth.on_close != "needs_kill":
@@ -400,10 +378,10 @@ class FakeConnection:
     def _signal_kill(self) -> None:
         self._after(0.0, lambda: self.exits(-9))
 
-    async def _stopped(self, rung: str) -> Stopped:
+    async def _stopped(self, how: How) -> Stopped:
         await asyncio.sleep(LOOK_S)
         worker = None if self.process is None else (self.process.pid, self.process.create_time)
-        return Stopped(self.death.exit if self.death is not None else Exit(None), rung, (), worker)
+        return Stopped(self.death.exit if self.death is not None else Exit(None), how, (), worker)
 
     async def _died_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -417,7 +395,7 @@ class FakeConnection:
         return self._loop.call_later(seconds, act) if seconds else self._loop.call_soon(act)
 
     def _emit(self, message: wire.Message) -> None:
-        if self._has is not None and isinstance(message, wire.Event):
+        if self._has is not None and isinstance(message, wire.TurnEvent):
             ours = (message.turn_id, message.attempt) == (self._has.turn.turn_id, self._has.turn.attempt)
             if ours:
                 self._has.sent.append(message)
@@ -431,16 +409,16 @@ class FakeConnection:
         there, self._to_host = self._to_host, deque()
         for message in there:
             self.asked_at = None
-            if isinstance(message, wire.TurnMessage):
+            if isinstance(message, wire.TurnFrame):
                 self._world.tell(f"{self} told: {message}")
                 self._note_heard(message)
-                self.listener.link_heard(message)
+                self.listener.connection_heard(message)
             elif isinstance(message, wire.BackgroundStarted | wire.BackgroundFinished):
                 if isinstance(message, wire.BackgroundStarted):
                     self.jobs.add(message.job_id)
                 else:
                     self.jobs.discard(message.job_id)
-                self.listener.link_background(message)
+                self.listener.connection_background(message)
 
     def _note_heard(self, message: wire.TurnMessage) -> None:
         hand_over = self.host_has
@@ -664,7 +642,7 @@ class FakeConnection:
         self._dead.set()
         if self._step_done is not None and not self._step_done.done():
             self._step_done.set_exception(self._died_early("?"))
-        self.listener.link_died(self, self.death)  # type: ignore[arg-type]
+        self.listener.connection_died(self, self.death)  # type: ignore[arg-type] # a fake
 
 
 # --- where workers come from ------------------------------------------------------------------------------------------
@@ -681,10 +659,10 @@ class FakeSpares:
 
 
 class FakeFactory:
-    """Starts fake workers, up to two for each start. It stands in for ``hermes_pool.start.Starter``."""
+    """Starts fake workers, up to two for each start. It stands in for ``hermes_pool.process.factory.WorkerFactory``."""
 
     def __init__(self, world: World, settings: PoolSettings, *_: Any) -> None:
-        self.breaker = StartBreaker(settings, now, lambda: 0.5)
+        self.breaker = StartBreaker(settings.starts, now, lambda: 0.5, start_timeout_s=settings.timeouts.start_s)
         self.spares = FakeSpares()
         self._world = world
         self._inherited: set[HandOver] = set()
@@ -713,7 +691,7 @@ class FakeFactory:
         self,
         conversation_id: str,
         request: Coroutine[Any, Any, wire.Open],
-        listener: LinkListener,
+        listener: ConnectionListener,
         on_failure: Callable[[WorkerStartError], None],
     ) -> FakeConnection:
         deadline = now() + START_TIMEOUT_S
@@ -746,7 +724,7 @@ class FakeFactory:
         self,
         conversation: str,
         asked: "asyncio.Future[wire.Open]",
-        listener: LinkListener,
+        listener: ConnectionListener,
         on_failure: Callable[[WorkerStartError], None],
         deadline: float,
     ) -> FakeConnection:
@@ -754,7 +732,7 @@ class FakeFactory:
             birth = self._birth(conversation)
             connection = FakeConnection(self._world, conversation, listener, birth)
             self._world.tell(f"{connection} is started: {birth}")
-            listener.link_begun(connection)  # type: ignore[arg-type]
+            listener.connection_begun(connection)  # type: ignore[arg-type] # a fake
             try:
                 await connection.launch(deadline)
                 await connection.open(asked, deadline)
@@ -777,12 +755,12 @@ class FakeFactory:
 
 
 class FakeMonitor:
-    """Looks at nothing by itself. It stands in for ``hermes_pool.caretaker.Caretaker``: its wards are the sessions."""
+    """Looks at nothing by itself. It stands in for ``hermes_pool.scheduling.monitor.Monitor``."""
 
     last: ClassVar["FakeMonitor"]
 
-    def __init__(self, *_: Any, wards: Callable[[], list[Any]], **__: Any) -> None:
-        self.wards = wards
+    def __init__(self, *_: Any, slots: Callable[[], list[Any]], **__: Any) -> None:
+        self.slots = slots
         FakeMonitor.last = self
 
     async def run(self) -> None:
@@ -817,10 +795,8 @@ class Log:
 
     def warning(self, event: str, **facts: Any) -> None:
         self._tell(event, **facts)
-        if event == "slot_lost" and not known_faults.alarm_about_a_slot_that_is_about_to_be_freed(
-            self._world, facts["conversation_id"]
-        ):
-            self._world.complain(f"a slot was lost: {facts}")
+        if event == "permit_lost":
+            self._world.complain(f"a permit was lost: {facts}")
 
     def error(self, event: str, **facts: Any) -> None:
         self._world.complain(f"logged as an error: {event} {facts}")
@@ -858,21 +834,25 @@ def _users_of_the_clock() -> tuple[Any, ...]:
 def outside_replaced(world: World) -> contextlib.AbstractContextManager[None]:
     """Put fakes in the place of all that is outside: processes, threads, clocks, the log, the control socket."""
     return _replaced(
-        (manager, "Starter", partial(FakeFactory, world)),
-        (manager, "Caretaker", FakeMonitor),
+        (manager, "WorkerFactory", partial(FakeFactory, world)),
+        (manager, "Monitor", FakeMonitor),
         (manager, "logger", lambda: Log(world)),
-        (control, "ControlServer", FakeControl),
-        (place, "wants", lambda _: True),
-        (place, "in_thread_or_here", _as_if_in_a_thread),
-        (place, "kill_strays", lambda _: ()),
-        (health, "children_known", lambda _: frozenset()),
-        (health, "begun_later", partial(_processes_left, world)),
-        (health, "kill", lambda _: []),
+        (manager, "sweep_every_s", lambda _: 1.0),
+        (server, "ControlServer", FakeControl),
+        (active_turn, "EVENTS_WAITING_MAX", world.rules.events_waiting_max),
+        (breakers, "BACKOFF_MAX_S", 2.0),
+        (breakers, "PROBE_MAX_S", 2.0),
+        (worker_slot, "is_enabled_for", lambda _: True),
+        (worker_slot, "in_thread_or_here", _as_if_in_a_thread),
+        (processes, "find_by_marker", lambda _: []),
+        (processes, "child_pids", lambda _: frozenset()),
+        (processes, "descendants_started_after", partial(_processes_left, world)),
+        (processes, "kill", lambda *_: []),
         *((module, "monotonic", now) for module in _users_of_the_clock()),
     )
 
 
-assert start  # it is imported so that its clock is found
+assert factory  # imported so that its clock is found
 
 
 # --- the pool, and who talks to it ------------------------------------------------------------------------------------
@@ -883,7 +863,7 @@ class Pool:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._manager = HermesSessionManager(settings_for(world.rules), store=FakeStore(world))  # type: ignore[arg-type]
+        self._manager = HermesSessionManager(settings_for(world.rules), store=FakeStore(world))  # type: ignore[arg-type] # a fake
         self._tasks: set[asyncio.Task[None]] = set()
         self._texts: Counter[str] = Counter()
         self._last_text: dict[str, str] = {}
@@ -972,13 +952,8 @@ class Pool:
             self._begin(self._cancel(call, call.turn))
 
     async def _cancel(self, call: Call, turn: Turn) -> None:
-        cancelling = asyncio.ensure_future(turn.cancel())
-        while not cancelling.done() and not known_faults.cancel_of_a_turn_refused_in_line(call):
-            await asyncio.wait({cancelling}, timeout=0.5)
-        if not cancelling.done():
-            cancelling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await cancelling
+            await turn.cancel()
 
     def cancel_task(self, call: Call) -> None:
         if call.task is not None and call.is_open:
@@ -1003,8 +978,7 @@ class Pool:
         await self._manager.stop(KEYS[conversation])
         self.world.stopping[name] -= 1
         for each in before:
-            if not known_faults.stop_meets_a_stop(each) and not known_faults.start_is_cancelled_twice(each):
-                self.world.check(not each.alive, f"{each} lives on after a stop")
+            self.world.check(not each.alive, f"{each} lives on after a stop")
 
     def reset(self, conversation: int | None) -> None:
         with contextlib.suppress(HermesPoolError):
@@ -1083,11 +1057,7 @@ class Pool:
                 self.world.stopped_turns.add(each.host_has.turn.turn_id)
 
     def check_nothing_lives(self) -> None:
-        live = [
-            each
-            for each in self.world.live
-            if not known_faults.stop_meets_a_stop(each) and not known_faults.start_is_cancelled_twice(each)
-        ]
+        live = self.world.live
         self.world.check(not live, f"{live} live on in a closed pool")
 
     def _refuse_those_in_line(self, conversation: str) -> None:
@@ -1124,29 +1094,30 @@ class Pool:
     # --- the pool's own watch ---
 
     def recycle(self, conversation: int) -> None:
-        if (session := self._session(conversation)) is not None and session.worker is not None:
+        if (session := self._session(conversation)) is not None and session.slot.worker is not None:
             worker = self.worker_of(conversation)
             if worker is not None:
                 worker.recycle_asked = True
                 worker.recycle_asked_in_turn |= worker.host_has is not None and not worker.wanted
-            session.recycle("is too big")
+            session.slot.retire("is too big")
 
     def kill_for(self, conversation: int) -> None:
-        if (session := self._session(conversation)) is not None and session.worker is not None:
-            self._begin(session.kill_for("was far too big"))
+        if (session := self._session(conversation)) is not None and session.slot.worker is not None:
+            self._begin(session.slot.kill("was far too big", wanted=False))
 
     def replace_stuck(self, conversation: int) -> None:
-        if (session := self._session(conversation)) is not None and session.worker is not None:
-            self._begin(session.replace_stuck(Judgement(Verdict.WEDGED, "nothing moves")))
+        if (session := self._session(conversation)) is not None and session.slot.worker is not None:
+            wedged = Diagnosis(Verdict.WEDGED, "nothing moves")
+            self._begin(session.slot.kill("was wedged", wanted=False, diagnosis=wedged))
 
     def ask(self, conversation: int) -> None:
         if (session := self._session(conversation)) is not None:
-            session.ask()
+            session.slot.ask()
 
     # --- what can be seen of it ---
 
     def _session(self, conversation: int) -> Any:
-        return next((each for each in self._monitor.wards() if each.key == KEYS[conversation]), None)
+        return next((each.occupant for each in self._monitor.slots() if each.occupant.key == KEYS[conversation]), None)
 
     def _quarantined(self, conversation: int) -> tuple[str, ...]:
         session = self._session(conversation)
@@ -1166,12 +1137,12 @@ class Pool:
     def failures(self, conversation: int) -> int:
         """How many deaths and failed starts count against a conversation."""
         session = self._session(conversation)
-        failures: int = 0 if session is None else session.place.restarts.snapshot().failures
+        failures: int = 0 if session is None else session.slot.restart_budget.snapshot().failures
         return failures
 
     @property
     def condition(self) -> str:
-        return self._manager.pool().condition
+        return self._manager.pool().state
 
     @property
     def workers(self) -> int:
@@ -1185,8 +1156,8 @@ class Pool:
     def look(self) -> None:
         """See all that ``ps`` would show: it must never fail."""
         self._manager.pool()
-        for session in self._monitor.wards():
-            session.snapshot()
+        for slot in self._monitor.slots():
+            slot.occupant.snapshot()
 
     @property
     def operators_at_work(self) -> bool:

@@ -24,7 +24,6 @@ from hermes_pool import (
     WorkerUnusableError,
 )
 from hermes_pool_worker import wire
-from tests.simulation import known_faults
 from tests.simulation.histories import CONVERSATIONS
 from tests.simulation.world import (
     OBEYS_S,
@@ -50,9 +49,7 @@ def judge(world: World, call: Call) -> None:
         hand_overs = world.of_turn[call.turn.turn_id]
     who = f"call {call.number} ({call.text})"
     if call.is_open:
-        ours = [each for each in world.connections if each.conversation == call.conversation]
-        if not any(known_faults.stop_meets_a_stop(each) for each in ours):
-            world.complain(f"{who} waits for ever")
+        world.complain(f"{who} waits for ever")
         return
     if call.turn is not None:
         _judge_events(world, who, call, hand_overs)
@@ -158,11 +155,11 @@ def _unjustified(world: World, call: Call, error: HermesPoolError, hand_overs: l
         case PoolDrainingError():
             fine = "drain" in happened
         case PoolClosedError():
-            fine = call.ended_at >= world.closed_at or known_faults.resumed_just_too_late(world, call)
+            fine = call.ended_at >= world.closed_at
         case PoolPausedError():
             fine = "pause" in happened
         case ConversationBusyError() if rules.busy == "reject":
-            fine = call.rivals or known_faults.refused_by_a_hibernation(world, call)
+            fine = call.rivals
         case ConversationBusyError():
             fine = took_s >= WAIT_TIMEOUT_S - 0.001 or call.rivals
         case PoolFullError():

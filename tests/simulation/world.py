@@ -10,15 +10,13 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hermes_pool.store import SessionRecord
-
 from hermes_pool import HermesPoolError, Reply, Turn
+from hermes_pool.storage.record import SessionRecord
 from hermes_pool_worker import wire
-from tests.simulation import known_faults
 from tests.simulation.histories import Birth, Rules, Say, StoreMode
 
 if TYPE_CHECKING:
-    from fakes import FakeConnection
+    from tests.simulation.fakes import FakeConnection
 
 TURN_TIMEOUT_S = 4.0
 PROGRESS_TIMEOUT_S = 1.5
@@ -59,7 +57,7 @@ class Call:
     task: "asyncio.Task[None] | None" = None
     turn: Turn | None = None
     turn_id: str | None = None
-    events: list[wire.Event] = field(default_factory=list)
+    events: list[wire.TurnEvent] = field(default_factory=list)
     events_at: list[float] = field(default_factory=list)
     """When each of them reached the caller."""
     answers: list[tuple[str, float]] = field(default_factory=list)
@@ -89,7 +87,7 @@ class HandOver:
     connection: "FakeConnection"
     turn: wire.Turn
     at: float
-    sent: list[wire.Event] = field(default_factory=list)
+    sent: list[wire.TurnEvent] = field(default_factory=list)
     heard_at: list[float] = field(default_factory=list)
     """When each of them reached the pool."""
     asked_until: dict[str, float] = field(default_factory=dict)
@@ -131,10 +129,6 @@ class World:
         """What is stored, by conversation."""
         self.refused_for_good: set[str] = set()
         """Conversations that could not be stored at the last try, and never will be."""
-        self.loaded_while_saved: set[str] = set()
-        """Conversations whose last load met a save."""
-        self.went_dormant_at: dict[str, float] = {}
-        """When the last save began that announces the end of a worker."""
         self.connections: list[FakeConnection] = []
         self.live: set[FakeConnection] = set()
         self.histories: dict[str, list[tuple[str, str]]] = {}
@@ -159,7 +153,6 @@ class World:
         self.strikes_most: Counter[str] = Counter()
         self.killed_least: Counter[str] = Counter()
         self.killed_most: Counter[str] = Counter()
-        self.killed_at: dict[str, float] = {}
         self.unwanted_deaths: Counter[str] = Counter()
 
     @staticmethod
@@ -181,11 +174,7 @@ class World:
 
     def launched(self, connection: "FakeConnection") -> None:
         conversation = connection.conversation
-        twins = [
-            each
-            for each in self.live
-            if each.conversation == conversation and not known_faults.start_is_cancelled_twice(each)
-        ]
+        twins = [each for each in self.live if each.conversation == conversation]
         self.check(not twins, f"{connection} is launched while {twins} live")
         self.check(len(self.live) < max(self.limits), f"{connection} is one more than {max(self.limits)} workers")
         self.live.add(connection)
@@ -195,7 +184,7 @@ class World:
         self.check(request.conversation_id == conversation, f"{connection} was opened for {request.conversation_id}")
         known = self.known.get(conversation)
         asked = (request.session_id, request.committed)
-        if known is not None and not known_faults.recall_overtakes_a_save(self, conversation):
+        if known is not None:
             self.check(asked == known, f"{connection} was asked for {asked}, and {known} was told last")
 
     def handed_over(self, connection: "FakeConnection", turn: wire.Turn) -> HandOver | None:
@@ -229,7 +218,7 @@ class World:
             )
             self.check(not worn, f"{what} went to {connection}, which was to be let go")
             limit = rules.quarantine_after
-            if limit and not known_faults.twin_of_a_killer_was_in_line(self, call):
+            if limit:
                 self.check(self.killed_least[call.text] < limit, f"{what} has killed too many")
         self._check_history(connection, turn, what)
         frozen_s = now() - connection.rests_since if connection.frozen_at < now() else 0.0
@@ -275,7 +264,7 @@ class World:
     def heard_of(self, hand_over: HandOver, message: wire.TurnMessage) -> None:
         """The pool has just heard something of a turn."""
         self.progressed(hand_over)
-        if isinstance(message, wire.Event):
+        if isinstance(message, wire.TurnEvent):
             hand_over.heard_at.append(now())
         match message:
             case wire.ToolStarted():
@@ -333,7 +322,6 @@ class World:
             hand_over.died = True
             text = hand_over.call.text
             self.killed_most[text] += 1
-            self.killed_at[text] = now()
             young = now() - hand_over.call.began_at < PROGRESS_TIMEOUT_S
             self.killed_least[text] += young and not hand_over.call.touched and hand_over.call.is_open
 

@@ -219,7 +219,7 @@ def test_a_value_of_a_wrong_type_is_refused_and_named_whatever_it_is(path: str) 
 def test_a_whole_number_is_one_by_its_type() -> None:
     for wrong in (4.0, True, "4"):
         with pytest.raises(SettingsError, match="workers_max must be a whole number over 0"):
-            PoolSettings(workers_max=wrong)  # type: ignore[arg-type]
+            PoolSettings(workers_max=wrong)  # type: ignore[arg-type] # the fault
 
 
 def test_settings_are_frozen_and_their_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,16 +230,16 @@ def test_settings_are_frozen_and_their_paths_absolute(tmp_path: Path, monkeypatc
     assert settings.hermes_home == tmp_path / "home"
     assert settings.store_url == f"sqlite:///{tmp_path}/here/hermes-pool.db"
     with pytest.raises(FrozenInstanceError):
-        settings.agent = "echo"  # type: ignore[misc]
+        settings.agent = "echo"  # type: ignore[misc] # the fault
 
 
 def test_folders_may_be_text_or_paths_and_the_home_folder_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("USERPROFILE", "/home/ada")
     settings = PoolSettings(
-        state_dir="~/state",  # type: ignore[arg-type]
+        state_dir="~/state",  # type: ignore[arg-type] # a text will do at run time
         worker_cwd=Path("~/work"),
-        agent_paths=[Path("/a"), "~/b"],  # type: ignore[arg-type]
+        agent_paths=[Path("/a"), "~/b"],  # type: ignore[arg-type] # so will a list
     )
     assert settings.state_dir == Path("/home/ada/state").absolute()
     assert settings.worker_cwd == Path("/home/ada/work").absolute()
@@ -447,7 +447,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["state_dir", "worker_cwd", "hermes_home"])
 def test_a_home_that_is_nobodys_is_refused_and_named(name: str) -> None:
     with pytest.raises(SettingsError, match=f"{name}='~nobody-of-that-name/here'"):
-        PoolSettings(**{name: "~nobody-of-that-name/here"})  # type: ignore[arg-type]
+        PoolSettings(**{name: "~nobody-of-that-name/here"})  # type: ignore[arg-type] # of any field
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there, a folder that is in use cannot be removed")

@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -16,11 +17,11 @@ def new_turn(name: str = "t") -> ActiveTurn:
     return turn
 
 
-async def watched(turn_work: object) -> list[tuple[str, Limit, float]]:
+async def watched(turn_work: Callable[[TurnDeadlines], Awaitable[None]]) -> list[tuple[str, Limit, float]]:
     loop = asyncio.get_running_loop()
     began, how = loop.time(), []
     deadlines = TurnDeadlines(TIMEOUTS, lambda turn, limit, _: how.append((turn.turn_id, limit, loop.time() - began)))
-    await turn_work(deadlines)  # type: ignore[operator]
+    await turn_work(deadlines)
     deadlines.stop()
     return how
 
@@ -85,6 +86,6 @@ def test_one_timer_serves_many_turns() -> None:
             turn = new_turn()
             deadlines.watch(turn)
             turn.settle(TurnCancelledError("over"))
-        assert len(loop._scheduled) == 1  # type: ignore[attr-defined]
+        assert len(loop._scheduled) == 1  # type: ignore[attr-defined] # asyncio's own list of timers
 
     assert virtual_time.run(watched(work)) == []
