@@ -43,8 +43,8 @@ class Conversation(JarvisModel, table=True):
 async def test_the_fastapi_example_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = [code for code in PYTHON if "FastAPI(lifespan=lifespan)" in code]
     database = types.ModuleType("jarvis.database")
-    database.Conversation = Conversation  # type: ignore[attr-defined]
-    database.engine = engine = create_engine(f"sqlite:///{tmp_path}/jarvis.db")  # type: ignore[attr-defined]
+    database.Conversation = Conversation  # type: ignore[attr-defined] # a module made here
+    database.engine = engine = create_engine(f"sqlite:///{tmp_path}/jarvis.db")  # type: ignore[attr-defined] # the same
     monkeypatch.setitem(sys.modules, "jarvis", types.ModuleType("jarvis"))
     monkeypatch.setitem(sys.modules, "jarvis.database", database)
     Conversation.metadata.create_all(engine)
