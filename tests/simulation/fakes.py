@@ -549,7 +549,9 @@ class FakeConnection:
                 self._world.histories[moved] = list(self._history)
                 self.session_id = moved
                 self._emit(wire.SessionMoved(*name, moved))
-            case "job":
+            case "job" | "short_job":
+                if op == "short_job":
+                    self._after(PAUSE_S, self.finish_job)
                 self._jobs.append(f"job-{serial}")
                 self._emit(wire.BackgroundStarted(self._jobs[-1], "a job"))
             case "job_end":

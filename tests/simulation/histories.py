@@ -23,8 +23,8 @@ class Choose(Protocol):
 # --- what workers and callers do --------------------------------------------------------------------------------------
 
 Op: TypeAlias = Literal[
-    "text", "tool", "tool_end", "ask", "ask_long", "moves", "job", "job_end", "process", "worn", "stray", "old_attempt",
-    "commit", "dies", "fails", "partial", "breath", "pause", "hang",
+    "text", "tool", "tool_end", "ask", "ask_long", "moves", "job", "short_job", "job_end", "process", "worn", "stray",
+    "old_attempt", "commit", "dies", "fails", "partial", "breath", "pause", "hang",
 ]  # fmt: skip
 """A step of a worker through a turn. ``breath`` and ``pause`` take time, ``hang`` never ends; after the last one the
 turn is done."""
@@ -159,14 +159,17 @@ _OPS: tuple[Op, ...] = (
     "process", "worn", "stray", "old_attempt", "partial", "fails", "hang",
 )  # fmt: skip
 _TALES: tuple[tuple[Op, ...], ...] = (
-    (), ("text", "dies"), ("hang",), ("tool", "breath", "tool_end"), ("tool", "dies"),
-    ("tool", "tool_end", "breath", "dies"), ("commit", "dies"), ("breath", "dies"), ("ask",), ("ask_long", "breath"),
-    ("ask_long", "dies"), ("job", "breath"), ("worn",), ("worn", "breath", "dies"), ("job", "worn"),
-    ("process",), ("text", "text", "text"), ("text", "pause", "text"), ("moves", "commit", "dies"), ("ask", "hang"),
+    (), ("text", "dies"), ("hang",), ("tool", "breath", "tool_end"), ("tool", "dies"), ("tool", "tool_end", "dies"),
+    ("commit", "dies"), ("breath", "dies"), ("ask",), ("ask_long", "breath"), ("ask_long", "dies"), ("job", "breath"),
+    ("worn",), ("worn", "breath", "dies"), ("short_job", "worn"), ("process",), ("text", "text", "text"),
+    ("text", "text", "pause", "text"), ("moves", "commit", "dies"), ("ask", "hang"),
 )  # fmt: skip
 """What happens most, or is most delicate."""
-_SECOND_TALES: tuple[tuple[Op, ...], ...] = ((), ("hang",), ("dies",), ("tool", "dies"), ("commit", "dies"), ("text",))
-"""The same for the worker that takes over."""
+_SAGAS: tuple[tuple[tuple[Op, ...], ...], ...] = (
+    (("text", "dies"), ("text",)), (("tool", "dies"), ("hang",)), (("ask_long", "dies"), ("hang",)),
+    (("breath", "dies"), ("tool", "dies")), (("moves", "dies"), ("commit", "dies")), (("dies",), ("dies",)),
+)  # fmt: skip
+"""What two workers do, the second of which takes over."""
 _FATES: tuple[Fate, ...] = (
     "ready", "ready", "ready", "dies_once_open", "dies_before_hello", "dies_before_opened", "dies_as_it_opens",
     "dies_once_open", "hangs_before_hello", "hangs_before_opened", "unusable", "no_capacity",
@@ -241,14 +244,13 @@ def _birth_from(choose: Choose) -> Birth:
 
 
 def _scripts_from(choose: Choose) -> tuple[tuple[Op, ...], ...]:
-    first = _script_from(choose)
-    match choose(("only one", "a tale", "another")):
-        case "only one":
-            return (first,)
-        case "a tale":
-            return (first, choose(_SECOND_TALES))
+    match choose(("one", "one", "two", "a saga")):
+        case "one":
+            return (_script_from(choose),)
+        case "two":
+            return (_script_from(choose), _script_from(choose))
         case _:
-            return (first, _script_from(choose))
+            return choose(_SAGAS)
 
 
 def _script_from(choose: Choose) -> tuple[Op, ...]:

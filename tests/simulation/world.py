@@ -42,6 +42,8 @@ QUESTION_S = 0.4
 LONG_QUESTION_S = 3.0
 EXITS_S = 0.01
 """How long a worker takes that leaves when it is asked to."""
+SLOW = ("streams_slowly", "answers")
+"""The manners of callers that read so slowly that their worker may have to wait."""
 
 
 def now() -> float:
@@ -182,13 +184,10 @@ class World:
 
     def launched(self, connection: "FakeConnection") -> None:
         conversation = connection.conversation
-        twins = [
-            each
-            for each in self.live
-            if each.conversation == conversation and not known_faults.start_is_cancelled_twice(each)
-        ]
+        others = [each for each in self.live if not known_faults.start_is_cancelled_twice(each)]
+        twins = [each for each in others if each.conversation == conversation]
         self.check(not twins, f"{connection} is launched while {twins} live")
-        self.check(len(self.live) < max(self.limits), f"{connection} is one more than {max(self.limits)} workers")
+        self.check(len(others) < max(self.limits), f"{connection} is one more than {max(self.limits)} workers")
         self.live.add(connection)
 
     def asked_to_open(self, connection: "FakeConnection", request: wire.Open) -> None:
@@ -230,7 +229,7 @@ class World:
             self.check(call.number > last, f"{what} comes after number {last}, which came later")
             self.last_call[call.conversation] = call.number
             self._check_wait(call, what)
-            self._check_worn(connection, in_turn=connection.recycle_asked_in_turn)
+            self._check_worn(connection, ROOM_S if connection.jobs_ended_at else 0.0)
             limit = rules.quarantine_after
             if limit and not known_faults.twin_of_a_killer_was_in_line(self, call):
                 self.check(self.killed_least[call.text] < limit, f"{what} has killed too many")
@@ -243,16 +242,18 @@ class World:
         call.turn_id = turn.turn_id
         return hand_over
 
-    def _check_worn(self, connection: "FakeConnection", *, in_turn: bool) -> None:
+    def _check_worn(self, connection: "FakeConnection", within_s: float) -> None:
         """A worker that shall be let go, has gone: right after its turn, and soon after its work in the background."""
-        asked = in_turn or connection.recycle_asked_at_work
-        if not asked or connection.works_on or self.changed_at > connection.ready_at or self.store_mode != "works":
+        asked = connection.recycle_asked_in_turn or connection.recycle_asked_at_work
+        if (
+            not asked
+            or connection.works_on
+            or self.changed_at >= connection.ready_at - 0.05
+            or self.store_mode != "works"
+        ):
             return
         overdue_s = now() - max(connection.rests_since, connection.jobs_ended_at)
-        self.check(
-            overdue_s <= (0.0 if in_turn and not connection.jobs_ended_at else ROOM_S),
-            f"{connection} is worn out, and stays",
-        )
+        self.check(overdue_s <= within_s, f"{connection} is worn out, and stays for {overdue_s:g} s")
 
     def _check_wait(self, call: Call, what: str) -> None:
         """Nobody stands in line for longer than is allowed."""
@@ -289,6 +290,9 @@ class World:
     def heard_of(self, hand_over: HandOver, message: wire.TurnMessage) -> None:
         """The pool has just heard something of a turn."""
         self.progressed(hand_over)
+        if hand_over.done_at is not None and hand_over.call.say.manner not in SLOW:
+            late_s = now() - hand_over.done_at
+            self.check(late_s <= 0.05, f"{hand_over.call.text} was done, and the pool read that {late_s:g} s later")
         if isinstance(message, wire.Event):
             hand_over.heard_at.append(now())
         match message:
@@ -307,8 +311,7 @@ class World:
     def progressed(self, hand_over: HandOver) -> None:
         """A turn shows progress, or ends: it must not have been silent for longer than is allowed."""
         silent_s = now() - max(hand_over.quiet_since, min(now(), hand_over.question_until))
-        slow = hand_over.call.say.manner in ("streams_slowly", "answers")
-        if not (slow or hand_over.tools_open):
+        if hand_over.call.say.manner not in SLOW and not hand_over.tools_open:
             limit_s = PROGRESS_TIMEOUT_S + OBEYS_S
             self.check(silent_s <= limit_s, f"{hand_over.call.text} was silent for {silent_s:g} s")
         hand_over.quiet_since = now()
@@ -354,7 +357,7 @@ class World:
     def asked_to_close(self, connection: "FakeConnection") -> None:
         """A worker is stopped: one that idles must be in the store before, unless somebody has said "now"."""
         conversation = connection.conversation
-        self._check_worn(connection, in_turn=False)
+        self._check_worn(connection, ROOM_S)
         if connection.host_has is not None or self.stopping[conversation]:
             return
         if connection.works_on:
