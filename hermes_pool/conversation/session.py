@@ -76,7 +76,7 @@ class Session:
         self.quarantine = Quarantine(services.settings.restarts, conversation_id=self._id)
         self._lock = asyncio.Lock()
         self._begun: ActiveTurn | None = None
-        """The turn that holds the lock, if a turn does."""
+        """The turn that holds the lock, if it has not settled."""
         self._deadlines = TurnDeadlines(services.settings.timeouts, self._over_limit)
         self._notice: str | None = None
         """What the next reply has to tell."""
@@ -438,7 +438,7 @@ class Session:
         error = None if isinstance(outcome, Reply) else outcome
         if slot.connection is None and not (isinstance(outcome, Reply) and outcome.outcome == "completed"):
             metadata.turn_given_up(wire.Turn(turn.turn_id, turn.attempt, turn.text))
-        self._deadlines.turn = None
+        self._begun = self._deadlines.turn = None
         turn.settle(outcome)
         slot.turn_settled()
         metadata.turn_settled(error)

@@ -176,6 +176,8 @@ class FakeConnection:
         self.ready_at = 0.0
         self.recycle_asked = False
         self.recycle_asked_in_turn = False
+        self.recycle_asked_at_work = False
+        self.jobs_ended_at = 0.0
         """Whether it was given to its conversation."""
         self.wanted = False
         self.host_has: HandOver | None = None
@@ -320,8 +322,6 @@ class FakeConnection:
 
     def pause_reading(self) -> None:
         self._paused = self.alive
-        if self.host_has is not None:
-            self.host_has.excused = True
 
     def resume_reading(self) -> None:
         if self._paused:
@@ -418,6 +418,7 @@ class FakeConnection:
                     self.jobs.add(message.job_id)
                 else:
                     self.jobs.discard(message.job_id)
+                    self.jobs_ended_at = now()
                 self.listener.connection_background(message)
 
     def _note_heard(self, message: wire.TurnMessage) -> None:
@@ -517,6 +518,8 @@ class FakeConnection:
                 self._has.asked_until[self._question] = now() + waits_s
                 self._emit(wire.Question(*name, self._question, "clarify", "?", [], waits_s))
                 return BREATH_S if self._script and self._script[0] == "dies" else waits_s
+            case "worn":
+                self._world.wear_out(self.conversation)
             case "process":
                 self.processes.append("a process")
             case "moves":
@@ -524,7 +527,9 @@ class FakeConnection:
                 self._world.histories[moved] = list(self._history)
                 self.session_id = moved
                 self._emit(wire.SessionMoved(*name, moved))
-            case "job":
+            case "job" | "short_job":
+                if op == "short_job":
+                    self._after(PAUSE_S, self.finish_job)
                 self._jobs.append(f"job-{serial}")
                 self._emit(wire.BackgroundStarted(self._jobs[-1], "a job"))
             case "job_end":
@@ -872,6 +877,8 @@ class Pool:
     async def __aenter__(self) -> Self:
         await self._manager.__aenter__()
         self._monitor = FakeMonitor.last
+        numbers = {key.conversation_id: number for number, key in enumerate(KEYS)}
+        self.world.wear_out = lambda conversation: self.recycle(numbers[conversation])
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -1098,6 +1105,7 @@ class Pool:
             worker = self.worker_of(conversation)
             if worker is not None:
                 worker.recycle_asked = True
+                worker.recycle_asked_at_work |= bool(worker.jobs)
                 worker.recycle_asked_in_turn |= worker.host_has is not None and not worker.wanted
             session.slot.retire("is too big")
 

@@ -23,8 +23,8 @@ class Choose(Protocol):
 # --- what workers and callers do --------------------------------------------------------------------------------------
 
 Op: TypeAlias = Literal[
-    "text", "tool", "tool_end", "ask", "ask_long", "moves", "job", "job_end", "process", "stray", "old_attempt",
-    "commit", "dies", "fails", "partial", "breath", "pause", "hang",
+    "text", "tool", "tool_end", "ask", "ask_long", "moves", "job", "short_job", "job_end", "process", "worn", "stray",
+    "old_attempt", "commit", "dies", "fails", "partial", "breath", "pause", "hang",
 ]  # fmt: skip
 """A step of a worker through a turn. ``breath`` and ``pause`` take time, ``hang`` never ends; after the last one the
 turn is done."""
@@ -156,15 +156,20 @@ class History:
 
 _OPS: tuple[Op, ...] = (
     "text", "text", "breath", "breath", "tool", "tool_end", "dies", "pause", "commit", "ask", "job", "job_end", "moves",
-    "process", "stray", "old_attempt", "partial", "fails", "hang",
+    "process", "worn", "stray", "old_attempt", "partial", "fails", "hang",
 )  # fmt: skip
 _TALES: tuple[tuple[Op, ...], ...] = (
-    (), ("text", "dies"), ("hang",), ("tool", "breath", "tool_end"), ("tool", "dies"),
-    ("tool", "tool_end", "breath", "dies"), ("commit", "dies"), ("breath", "dies"), ("ask",), ("ask_long", "breath"),
-    ("ask_long", "dies"), ("job", "breath"),
-    ("process",), ("text", "text", "text"), ("text", "pause", "text"), ("moves", "commit", "dies"), ("ask", "hang"),
+    (), ("text", "dies"), ("hang",), ("tool", "breath", "tool_end"), ("tool", "dies"), ("tool", "tool_end", "dies"),
+    ("commit", "dies"), ("breath", "dies"), ("ask",), ("ask_long", "breath"), ("ask_long", "dies"), ("job", "breath"),
+    ("worn",), ("worn", "breath", "dies"), ("short_job", "worn"), ("process",), ("text", "text", "text"),
+    ("text", "text", "pause", "text"), ("moves", "commit", "dies"), ("ask", "hang"),
 )  # fmt: skip
 """What happens most, or is most delicate."""
+_SAGAS: tuple[tuple[tuple[Op, ...], ...], ...] = (
+    (("text", "dies"), ("text",)), (("tool", "dies"), ("hang",)), (("ask_long", "dies"), ("hang",)),
+    (("breath", "dies"), ("tool", "dies")), (("moves", "dies"), ("commit", "dies")), (("dies",), ("dies",)),
+)  # fmt: skip
+"""What two workers do, the second of which takes over."""
 _FATES: tuple[Fate, ...] = (
     "ready", "ready", "ready", "dies_once_open", "dies_before_hello", "dies_before_opened", "dies_as_it_opens",
     "dies_once_open", "hangs_before_hello", "hangs_before_opened", "unusable", "no_capacity",
@@ -202,7 +207,7 @@ def step_from(choose: Choose) -> Step:
         case "say":
             return Say(
                 choose(_CONVERSATIONS),
-                tuple(_script_from(choose) for _ in range(choose((1, 1, 2)))),
+                _scripts_from(choose),
                 choose(("sends", "sends", "streams", "streams_slowly", "answers", "only_replies", "leaves", "cancels")),
                 choose((False, False, False, True)),
                 _birth_from(choose),
@@ -224,7 +229,7 @@ def step_from(choose: Choose) -> Step:
                 choose(("pause", "resume", "pause", "resume", "drain", "drain_now", "reset", "shrink", "grow", "close"))
             )
         case _:
-            return SetStore(choose(("works", "slow", "fails", "unwritable")))
+            return SetStore(choose(("works", "slow", "fails", "fails", "unwritable")))
 
 
 def _birth_from(choose: Choose) -> Birth:
@@ -236,6 +241,16 @@ def _birth_from(choose: Choose) -> Birth:
         choose(("obeys", "obeys_late", "deaf", "dies", "finishes", "fails")),
         choose(("leaves", "leaves_late", "needs_term", "needs_kill")),
     )
+
+
+def _scripts_from(choose: Choose) -> tuple[tuple[Op, ...], ...]:
+    match choose(("one", "one", "two", "a saga")):
+        case "one":
+            return (_script_from(choose),)
+        case "two":
+            return (_script_from(choose), _script_from(choose))
+        case _:
+            return choose(_SAGAS)
 
 
 def _script_from(choose: Choose) -> tuple[Op, ...]:

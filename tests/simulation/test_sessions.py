@@ -71,6 +71,8 @@ async def _live(history: History) -> World:
             else:
                 await _put_in_order(pool, world)
             await pool.closed()
+            await _until_rest()
+            world.check(not pool.operators_at_work, "an operator waits for ever")
         await _until_rest()
         for call in world.calls:
             judge(world, call)

@@ -7,6 +7,7 @@ tells. It knows nothing of the pool's inside: not a word here need change when t
 import asyncio
 import math
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ QUESTION_S = 0.4
 LONG_QUESTION_S = 3.0
 EXITS_S = 0.01
 """How long a worker takes that leaves when it is asked to."""
+SLOW = ("streams_slowly", "answers")
+"""The manners of callers that read so slowly that their worker may have to wait."""
 
 
 def now() -> float:
@@ -106,8 +109,6 @@ class HandOver:
     """When it last showed progress, or had an excuse."""
     tools_open: int = 0
     question_until: float = 0.0
-    excused: bool = False
-    """Whether its consumer lags, or somebody has ended it: then silence proves nothing."""
 
 
 class World:
@@ -146,6 +147,8 @@ class World:
         self.stopping: Counter[str] = Counter()
         """Conversations that somebody has asked to stop, for as long as that takes."""
         self.limits = {rules.workers_max}
+        self.wear_out: Callable[[str], None] = lambda _: None
+        """Has the pool let the worker of a conversation go."""
         self.happened: set[str] = set()
         # How often a conversation's workers have died unasked or failed to start since it last worked: a lower and an
         # upper bound, for whether an interrupted turn counts as one that worked is seen by its caller only.
@@ -181,6 +184,11 @@ class World:
 
     def asked_to_open(self, connection: "FakeConnection", request: wire.Open) -> None:
         conversation = connection.conversation
+        if request.unfinished is not None and not request.given_up:
+            before = [each for each in self.connections if each.conversation == conversation and each is not connection]
+            if before[-1].ready and before[-1].died_at is not None:
+                waited_s = connection.started_at - before[-1].died_at
+                self.check(waited_s <= 0.05, f"{connection} takes over after {waited_s:g} s: was its slot not kept?")
         self.check(request.conversation_id == conversation, f"{connection} was opened for {request.conversation_id}")
         known = self.known.get(conversation)
         asked = (request.session_id, request.committed)
@@ -213,10 +221,7 @@ class World:
             self.check(call.number > last, f"{what} comes after number {last}, which came later")
             self.last_call[call.conversation] = call.number
             self._check_wait(call, what)
-            worn = (
-                connection.recycle_asked_in_turn and not connection.works_on and self.changed_at <= connection.ready_at
-            )
-            self.check(not worn, f"{what} went to {connection}, which was to be let go")
+            self._check_worn(connection, ROOM_S if connection.jobs_ended_at else 0.0)
             limit = rules.quarantine_after
             if limit:
                 self.check(self.killed_least[call.text] < limit, f"{what} has killed too many")
@@ -228,6 +233,19 @@ class World:
         self.hand_overs.append(hand_over)
         call.turn_id = turn.turn_id
         return hand_over
+
+    def _check_worn(self, connection: "FakeConnection", within_s: float) -> None:
+        """A worker that shall be let go, has gone: right after its turn, and soon after its work in the background."""
+        asked = connection.recycle_asked_in_turn or connection.recycle_asked_at_work
+        if (
+            not asked
+            or connection.works_on
+            or self.changed_at >= connection.ready_at - 0.05
+            or self.store_mode != "works"
+        ):
+            return
+        overdue_s = now() - max(connection.rests_since, connection.jobs_ended_at)
+        self.check(overdue_s <= within_s, f"{connection} is worn out, and stays for {overdue_s:g} s")
 
     def _check_wait(self, call: Call, what: str) -> None:
         """Nobody stands in line for longer than is allowed."""
@@ -264,6 +282,9 @@ class World:
     def heard_of(self, hand_over: HandOver, message: wire.TurnMessage) -> None:
         """The pool has just heard something of a turn."""
         self.progressed(hand_over)
+        if hand_over.done_at is not None and hand_over.call.say.manner not in SLOW:
+            late_s = now() - hand_over.done_at
+            self.check(late_s <= 0.05, f"{hand_over.call.text} was done, and the pool read that {late_s:g} s later")
         if isinstance(message, wire.TurnEvent):
             hand_over.heard_at.append(now())
         match message:
@@ -282,8 +303,7 @@ class World:
     def progressed(self, hand_over: HandOver) -> None:
         """A turn shows progress, or ends: it must not have been silent for longer than is allowed."""
         silent_s = now() - max(hand_over.quiet_since, min(now(), hand_over.question_until))
-        slow = hand_over.call.say.manner in ("streams_slowly", "answers")
-        if not (hand_over.excused or slow or hand_over.tools_open):
+        if hand_over.call.say.manner not in SLOW and not hand_over.tools_open:
             limit_s = PROGRESS_TIMEOUT_S + OBEYS_S
             self.check(silent_s <= limit_s, f"{hand_over.call.text} was silent for {silent_s:g} s")
         hand_over.quiet_since = now()
@@ -328,6 +348,7 @@ class World:
     def asked_to_close(self, connection: "FakeConnection") -> None:
         """A worker is stopped: one that idles must be in the store before, unless somebody has said "now"."""
         conversation = connection.conversation
+        self._check_worn(connection, ROOM_S)
         if connection.host_has is not None or self.stopping[conversation]:
             return
         if connection.works_on:
