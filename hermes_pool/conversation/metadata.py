@@ -99,9 +99,9 @@ class SessionMetadata:
         """Learn that a turn has lost more workers than may be replaced for it."""
         self._status = "failed"
 
-    def turn_given_up(self, unfinished: wire.Turn) -> None:
-        """Learn that a turn has ended without a reply, and that no worker is left to take it out of the history."""
-        self.unfinished, self.given_up = unfinished, True
+    def turn_left(self, unfinished: wire.Turn | None) -> None:
+        """Learn that a turn has ended and no worker is left. The next one takes ``unfinished`` out of the history."""
+        self.unfinished, self.given_up = unfinished, unfinished is not None
 
     def moved(self, session_id: str) -> None:
         """Learn that the agent goes on under another session id."""

@@ -436,8 +436,9 @@ class Session:
         """End the turn that runs: the conversation is free from here on, unless its worker has to go first."""
         slot, metadata = self.slot, self.metadata
         error = None if isinstance(outcome, Reply) else outcome
-        if slot.connection is None and not (isinstance(outcome, Reply) and outcome.outcome == "completed"):
-            metadata.turn_given_up(wire.Turn(turn.turn_id, turn.attempt, turn.text))
+        if slot.connection is None:
+            completed = isinstance(outcome, Reply) and outcome.outcome == "completed"
+            metadata.turn_left(None if completed else wire.Turn(turn.turn_id, turn.attempt, turn.text))
         self._begun = self._deadlines.turn = None
         turn.settle(outcome)
         slot.turn_settled()
