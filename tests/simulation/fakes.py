@@ -904,6 +904,8 @@ class Pool:
 
     def _has_to_do(self, call: Call) -> bool:
         world, conversation = self.world, call.conversation
+        if world.starting[conversation]:  # of a turn, perhaps, whose caller is gone
+            return True
         others = [each for each in world.calls if each.conversation == conversation and each is not call]
         ours = [each for each in world.connections if each.conversation == conversation]
         return any(each.is_open for each in others) or any(each.host_has is not None for each in ours if not each.death)
