@@ -32,14 +32,16 @@ EXAMPLE_S = 60.0
 FIRST_EXAMPLE_LINES_MAX = 14
 
 PUBLIC = """
-import ast, asyncio, sys
+import ast, asyncio, inspect, sys
 from pathlib import Path
 import hermes_pool
-from hermes_pool import *
+
+PUBLIC = {name: getattr(hermes_pool, name) for name in dir(hermes_pool) if not name.startswith("_")}
+globals().update(PUBLIC)
 
 
 async def run_example(**more):
-    names = {"Path": Path, **{name: getattr(hermes_pool, name) for name in hermes_pool.__all__}, **more}
+    names = {"Path": Path, **PUBLIC, **more}
     code = compile(Path("example.py").read_text(), "example.py", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     running = eval(code, names)
     if running is not None:
