@@ -467,6 +467,20 @@ def test_the_map_shows_every_room_and_every_module() -> None:
     assert set(named(table(worker))) == set(modules(ROOT / "worker" / "hermes_pool_worker"))
 
 
+def test_the_picture_of_the_rooms_has_no_arrow_that_points_up() -> None:
+    (picture,) = re.findall(
+        r"^## The rooms\n.*?^```text\n(.*?)^```$", read(ARCHITECTURE_PAGE), re.MULTILINE | re.DOTALL
+    )
+    lines = [re.split(r" {2,}", line)[:-1] for line in picture.splitlines()]
+    level = {room: number for number, rooms in enumerate(lines) for room in rooms}
+    arrows: dict[str, set[str]] = importlib.import_module("test_architecture").MAY_IMPORT  # all that exist
+    assert set(level) == {room for room in arrows if not room.startswith("__")}
+    for room in level:
+        for imported in arrows[room]:
+            values = level[room] == level[imported] == len(lines) - 1
+            assert level[imported] > level[room] or values, f"{room} imports {imported}"
+
+
 def modules(package: Path) -> Iterator[str]:
     for file in package.rglob("*.py"):
         if not file.stem.startswith("__"):
