@@ -7,14 +7,17 @@ block before it printed; ``...`` in it stands for anything.
 """
 
 import asyncio
+import contextlib
+import json
 import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -235,7 +238,17 @@ async def test_the_host_of_the_tutorial_answers_as_it_says(tmp_path: Path) -> No
     assert len(exchanges) == asked.code.count("$ ")
     (tmp_path / "home").mkdir()
     (tmp_path / "app.py").write_text(app.code, encoding="utf-8")
-    port, host = start_host(tmp_path)
+    await ask_host(tmp_path, exchanges)
+    again = [exchange for exchange in exchanges if exchange[1].endswith("/first")]
+    await ask_host(tmp_path, again)  # the conversation goes on in the next host
+    with contextlib.closing(sqlite3.connect(tmp_path / "app.db")) as database:
+        ((state,),) = database.execute("SELECT agent_state FROM conversation").fetchall()
+    assert list(json.loads(state)["runtime_state"]) == ["hermes"]
+
+
+async def ask_host(folder: Path, exchanges: Sequence[tuple[str, str, str]]) -> None:
+    """Start ``app.py``, send it requests (method, URL and the expected answer), and stop it with Ctrl-C."""
+    port, host = start_host(folder)
     with host:
         try:
             async with httpx.AsyncClient(timeout=30) as client:
@@ -245,8 +258,8 @@ async def test_the_host_of_the_tutorial_answers_as_it_says(tmp_path: Path) -> No
         finally:
             host.send_signal(signal.SIGINT)
             await asyncio.to_thread(host.wait, 20)
-            assert host.stderr is not None
-            assert host.stderr.read() == ""
+        assert host.stderr is not None
+        assert host.stderr.read() == ""
 
 
 def start_host(folder: Path) -> tuple[int, "subprocess.Popen[str]"]:
