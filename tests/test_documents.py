@@ -338,7 +338,7 @@ EVENTS_PAGE = DOCS / "reference" / "events.md"
 SNAPSHOTS_PAGE = DOCS / "reference" / "snapshots.md"
 OF_A_TURN = wire.TurnMessage.__struct_fields__
 """The fields that all events share; the page has them once."""
-EVENTS: dict[str, type[msgspec.Struct]] = {kind.__name__: kind for kind in typing.get_args(wire.Event)}
+EVENTS: dict[str, type[msgspec.Struct]] = {kind.__name__: kind for kind in typing.get_args(hermes_pool.TurnEvent)}
 TOLD = ("SessionSnapshot", "PoolSnapshot", "BreakerSnapshot", "DeathReport", "Stopped", "Drained")
 
 
@@ -531,15 +531,25 @@ def test_the_scripts_are_those_in_the_folder() -> None:
 LOG_PAGE = DOCS / "reference" / "log.md"
 
 
-def test_the_log_events_are_those_of_the_code() -> None:
-    shown = [name for heading in headings(LOG_PAGE) if "| event " in section(LOG_PAGE, heading)
-             for name in named(table(section(LOG_PAGE, heading)))]  # fmt: skip
-    assert len(shown) == len(set(shown))
-    assert set(shown) == set(logged())
+def test_the_log_events_and_their_levels_are_those_of_the_code() -> None:
+    rows = [
+        row
+        for heading in headings(LOG_PAGE)
+        if "| event " in section(LOG_PAGE, heading)
+        for row in table(section(LOG_PAGE, heading))
+    ]
+    shown = {name: set(row["level"].split(", ")) for row in rows for name in spans(row["event"])}
+    assert len(shown) == len(rows)
+    levels = logged()
+    changes = {change.value for row in worker_table().values() for change in row}
+    assert set(shown) == set(levels) | changes
+    for name, found in levels.items():
+        assert found <= shown[name] if name in changes else found == shown[name], name
 
 
-def logged() -> Iterator[str]:
-    """Every event that is logged: constants in calls of a logger, and the events of the worker's table."""
+def logged() -> dict[str, set[str]]:
+    """Every event that some source logs by its name, with its levels."""
+    found: dict[str, set[str]] = {}
     for file in (ROOT / "hermes_pool").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if (
@@ -551,9 +561,8 @@ def logged() -> Iterator[str]:
                 and isinstance(node.args[0], ast.Constant)
                 and str(node.args[0].value).isidentifier()  # else it is a sentence, for the standard logger
             ):
-                yield str(node.args[0].value)
-    for row in worker_table().values():
-        yield from (event.value for event in row)
+                found.setdefault(str(node.args[0].value), set()).add(node.func.attr)
+    return found
 
 
 def worker_table() -> Mapping[StrEnum, Mapping[StrEnum, StrEnum]]:
