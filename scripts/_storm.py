@@ -21,11 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings, RestartPolicy, StartPolicy
+
+Launcher = Literal["zygote", "spawn", "portable"]
 
 AGENT = '''
 import os
@@ -83,7 +85,7 @@ class Tally:
     """The counts of one storm."""
 
     seed: int
-    launcher: str
+    launcher: Launcher
     kills: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     struck_s: list[float] = field(default_factory=list)
@@ -129,7 +131,7 @@ class Storm:
         *,
         kills: int,
         seed: int,
-        launcher: str,
+        launcher: Launcher,
         struck: int = 8,
         calm: int = 4,
         pause_s: float = 0.05,
@@ -153,7 +155,7 @@ class Storm:
             agent_paths=(str(folder),),
             state_dir=folder / "state",
             worker_cwd=folder,
-            launcher=launcher,  # type: ignore[arg-type]
+            launcher=launcher,
             **(UNBOUNDED if settings is None else settings),
         )
 
@@ -335,7 +337,7 @@ def _described(pid: int) -> str:
 # --- starts and ends --------------------------------------------------------------------------------------------------
 
 
-async def cycles(folder: Path, launcher: str, number: int) -> list[str]:
+async def cycles(folder: Path, launcher: Launcher, number: int) -> list[str]:
     """Start and end ``number`` workers, ten at a time, alternately by kill and by stop. Return what was leaked."""
 
     def counted() -> dict[str, int]:
@@ -368,7 +370,7 @@ async def cycles(folder: Path, launcher: str, number: int) -> list[str]:
         agent_options={"durable": False},
         state_dir=folder / "state",
         launcher=launcher,
-        **UNBOUNDED,  # type: ignore[arg-type]
+        **UNBOUNDED,
     )
     async with HermesSessionManager(settings) as pool:
         before = await rounds(pool, 0, 10)

@@ -1,69 +1,31 @@
-"""What tests share: pools that are closed and then looked for in the operating system, and ways to await facts."""
+"""Fixtures that tests share: pools, closed and then looked for in the operating system, and agents for them."""
 
 import asyncio
-import os
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from hermes_pool import HermesSessionManager, PoolSettings, Timeouts
+from hermes_pool import BackgroundFinished, ConversationStore, HermesSessionManager, PoolSettings, SessionKey
 from hermes_pool import manager as manager_module
 from hermes_pool.scheduling import monitor
+from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, children, descriptors, quick, until
 
-FAULTY = Path(__file__).parent / "crash" / "faulty_workers"
-DEADLINE_S = 20.0
-
-
-def quick(**timeouts: Any) -> Timeouts:
-    """Timeouts for tests: what ends a worker takes no longer than it must."""
-    return Timeouts(**{"close_grace_s": 1.0, "term_grace_s": 0.5, "start_s": 15.0, **timeouts})
-
-
-async def until(fact: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Wait until ``fact()`` (or what it awaits) is true and return it. The pace is the loop's; the deadline is hard."""
-    end = time.monotonic() + deadline_s
-    while True:
-        value = fact()
-        if isinstance(value, Awaitable):
-            value = await value
-        if value:
-            return value
-        if time.monotonic() > end:
-            raise AssertionError(f"not within {deadline_s} s: {what}")
-        await asyncio.sleep(0.01)
-
-
-def descriptors() -> set[str]:
-    """The descriptors of this process, with what they refer to."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        # The loop's own, and a file that some library keeps open on purpose, are not ours to count.
-        if target.startswith(("pipe:", "socket:", "anon_inode:[pidfd]")) or ".db" in target:
-            found.add(f"{name} {target}")
-    return found
-
-
-def children() -> set[int]:
-    """All descendants of this process, zombies included."""
-    return {process.pid for process in psutil.Process().children(recursive=True)}
-
-
-def alive(pid: int) -> bool:
-    """Whether a process has that pid and has not ended; a zombie, which waits to be reaped, has."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+collect_ignore: list[str] = []
+if sys.platform != "linux":
+    collect_ignore += ["crash"]  # faults are put in, and looked for, by way of zygotes, signals and /proc
+if sys.platform == "win32":
+    collect_ignore += [
+        "integration/test_cli.py",  # has terminals as Unix has them
+        "integration/test_control.py",  # has sockets in files
+        "integration/test_limits_and_stacks.py",  # has rlimits and signals
+        "unit/control",  # has sockets in files
+    ]
 
 
 @pytest.fixture
@@ -86,10 +48,6 @@ def _described(pid: int) -> str:
         return repr(error)
 
 
-Pool = HermesSessionManager
-OpenPool = Callable[..., Awaitable[HermesSessionManager]]
-
-
 @pytest.fixture
 async def open_pool(tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OpenPool]:
     """Open pools with quick settings; each is closed at the end, and its tasks must be gone.
@@ -101,8 +59,8 @@ async def open_pool(tmp_path: Path, nothing_left: None, monkeypatch: pytest.Monk
 
     async def open_one(
         *,
-        store: Any = None,
-        on_background: Any = None,
+        store: ConversationStore | None = None,
+        on_background: Callable[[SessionKey, BackgroundFinished], None] | None = None,
         sweep_s: float | None = None,
         sample_s: float | None = None,
         **settings: Any,
@@ -125,7 +83,7 @@ async def open_pool(tmp_path: Path, nothing_left: None, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def faulty() -> Callable[[str], dict[str, Any]]:
+def faulty() -> Faulty:
     """Settings for an agent of ``faulty_workers``, run in the real shim."""
 
     def settings(name: str, **options: Any) -> dict[str, Any]:
@@ -136,7 +94,7 @@ def faulty() -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.fixture
-def instead_of_python(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+def instead_of_python(tmp_path: Path) -> FaultyProgram:
     """Settings for a program of ``faulty_workers`` that takes the place of the whole worker, shim and all."""
 
     def settings(name: str) -> dict[str, Any]:
@@ -147,33 +105,6 @@ def instead_of_python(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
         return {"worker_python": str(program)}
 
     return settings
-
-
-class Obedient:
-    """The folder through which a test commands ``agents/obedient.py``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-
-    def settings(self, **options: Any) -> dict[str, Any]:
-        return {
-            "agent": "obedient:Agent",
-            "agent_paths": (str(Path(__file__).parent / "integration" / "agents"),),
-            "agent_options": {"folder": str(self.folder), **options},
-        }
-
-    def allow(self, name: str) -> None:
-        (self.folder / name).touch()
-
-    def marks(self, kind: str | None = None) -> list[str]:
-        """What the workers did, in order: ``kind text`` each, or only the texts of one kind."""
-        try:
-            lines = (self.folder / "marks").read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        found = [line.split(" ", 2)[1:] for line in lines]
-        return [" ".join(parts) if kind is None else parts[1] for parts in found if kind in (None, parts[0])]
 
 
 @pytest.fixture

@@ -12,14 +12,17 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import hermes_pool
 from hermes_pool import errors
 from hermes_pool_worker import contract
+from tests.support import known
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPERVISOR = ROOT / "hermes_pool"
@@ -116,25 +119,25 @@ def neighbours(file: Path) -> set[str]:
     return found - {room_of(file)}
 
 
-def named(paths: list[Path]) -> dict[str, object]:
-    return {"argvalues": paths, "ids": ["/".join(path.parts[-2:]) for path in paths]}
+def each_of(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("file", paths, ids=["/".join(path.parts[-2:]) for path in paths])
 
 
-def test_every_room_imports_from_those_that_it_names_and_no_other():
+def test_every_room_imports_from_those_that_it_names_and_no_other() -> None:
     found: dict[str, set[str]] = {room_of(file): set() for file in sources(SUPERVISOR)}
     for file in sources(SUPERVISOR):
         found[room_of(file)] |= neighbours(file)
     assert found == MAY_IMPORT
 
 
-def test_imports_between_the_rooms_point_down():
+def test_imports_between_the_rooms_point_down() -> None:
     below: set[str] = set()
     for room, imported in MAY_IMPORT.items():
         assert imported <= below, f"{room} imports from a room above it"
         below.add(room)
 
 
-def test_the_modules_do_not_import_each_other_in_a_circle():
+def test_the_modules_do_not_import_each_other_in_a_circle() -> None:
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sources(SUPERVISOR)}
     named = {module: list(imports(file)) for module, file in modules.items()}
     above = {
@@ -147,13 +150,13 @@ def test_the_modules_do_not_import_each_other_in_a_circle():
         above = {module: others for module, others in above.items() if module not in free}
 
 
-@pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
-def test_each_library_is_known_in_one_place(file):
+@each_of(sources(SUPERVISOR))
+def test_each_library_is_known_in_one_place(file: Path) -> None:
     assert third_party(file) <= THIRD_PARTY.get(room_of(file), set())
 
 
-@pytest.mark.parametrize("file", **named(sources(SUPERVISOR)))
-def test_the_supervisor_knows_of_the_worker_only_what_both_sides_share(file):
+@each_of(sources(SUPERVISOR))
+def test_the_supervisor_knows_of_the_worker_only_what_both_sides_share(file: Path) -> None:
     taken = {name.split(".")[1] for name in imports(file) if name.startswith("hermes_pool_worker.")}
     bare = "hermes_pool_worker" in set(imports(file))
     assert taken <= SHARED
@@ -161,11 +164,11 @@ def test_the_supervisor_knows_of_the_worker_only_what_both_sides_share(file):
 
 
 @pytest.mark.parametrize("name", sorted(SHARED - {"wire"}))
-def test_what_both_sides_share_beside_the_wire_needs_the_standard_library_only(name):
+def test_what_both_sides_share_beside_the_wire_needs_the_standard_library_only(name: str) -> None:
     assert tops(WORKER / f"{name}.py") <= sys.stdlib_module_names
 
 
-def test_what_both_sides_agree_on_is_written_once():
+def test_what_both_sides_agree_on_is_written_once() -> None:
     agreed = {
         value for value in vars(contract).values() if isinstance(value, str) and value.startswith(("HERMES", "--"))
     }
@@ -175,32 +178,32 @@ def test_what_both_sides_agree_on_is_written_once():
         assert not agreed & constants, f"{file} writes again what is in contract.py"
 
 
-@pytest.mark.parametrize("file", **named(sources(WORKER)))
-def test_the_worker_knows_nothing_of_the_supervisor(file):
+@each_of(sources(WORKER))
+def test_the_worker_knows_nothing_of_the_supervisor(file: Path) -> None:
     assert "hermes_pool" not in tops(file)
 
 
-@pytest.mark.parametrize("file", **named(sources(WORKER)))
-def test_the_worker_needs_msgspec_only_and_hermes_in_its_adapter(file):
+@each_of(sources(WORKER))
+def test_the_worker_needs_msgspec_only_and_hermes_in_its_adapter(file: Path) -> None:
     allowed = {"msgspec"}
     if file.stem.startswith("hermes"):
         allowed |= HERMES | {"certifi"}
     assert third_party(file) <= allowed
 
 
-def test_the_worker_package_itself_imports_nothing():
+def test_the_worker_package_itself_imports_nothing() -> None:
     assert list(imports(WORKER / "__init__.py")) == []
 
 
-def test_the_worker_program_finds_its_package_with_the_standard_library_alone():
+def test_the_worker_program_finds_its_package_with_the_standard_library_alone() -> None:
     tree = ast.parse((WORKER / "__main__.py").read_text(encoding="utf-8"))
     first = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     found = {alias.name for node in first for alias in node.names}
     assert found <= {"os", "sys"}, "all else has to wait until the descriptors are claimed"
 
 
-@pytest.mark.parametrize("file", **named(sources(SUPERVISOR) + sources(WORKER)))
-def test_what_is_never_used(file):
+@each_of(sources(SUPERVISOR) + sources(WORKER))
+def test_what_is_never_used(file: Path) -> None:
     # pickle runs what it reads, as marshal and shelve do; multiprocessing forks the host, with its locks and threads.
     assert not tops(file) & {"pickle", "marshal", "shelve", "multiprocessing"}
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -211,6 +214,22 @@ def test_what_is_never_used(file):
             target = node.args[0]
             assert not isinstance(target, ast.Constant), "pid 0 is our own process group, and -1 everybody"
             assert not isinstance(target, ast.BoolOp), "a pid that may be missing must not become 0"
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+TESTED_BY = {"worker": WORKER, "bench": ROOT / "scripts" / "_bench"}
+"""Where the modules are that a folder of ``tests/unit`` is about; for all others, the folder of ``hermes_pool`` of that
+name."""
+
+
+def test_unit_tests_mirror_the_modules() -> None:
+    for file in sorted((ROOT / "tests" / "unit").rglob("test_*.py")):
+        *folders, name = file.relative_to(ROOT / "tests" / "unit").parts
+        folder = TESTED_BY.get(folders[0] if folders else "", SUPERVISOR.joinpath(*folders))
+        module = folder / name.removeprefix("test_")
+        assert module.exists(), f"{file} is named after no module: {module} does not exist"
 
 
 # --- what is promised in public ---------------------------------------------------------------------------------------
@@ -231,36 +250,36 @@ MADE_BY_THE_POOL = {hermes_pool.Turn}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_exists_and_is_documented(name):
+def test_every_public_name_exists_and_is_documented(name: str) -> None:
     thing = getattr(hermes_pool, name)
     assert inspect.getdoc(thing)
     if not isinstance(thing, type):  # an alias
         return
     if is_dataclass(thing):
-        assert not thing.__doc__.startswith(f"{name}("), "that is the text which dataclasses make up"
+        assert not known(thing.__doc__).startswith(f"{name}("), "that is the text which dataclasses make up"
     own = [member for member in vars(thing).values() if inspect.isfunction(member)]
     for member in own:
         assert member.__name__.startswith("_") or member.__doc__, f"{name}.{member.__name__} is not documented"
 
 
-def test_each_name_is_public_once_and_nothing_else_is():
+def test_each_name_is_public_once_and_nothing_else_is() -> None:
     assert len(set(PUBLIC)) == len(PUBLIC)
     known = {name for name, value in vars(hermes_pool).items() if not isinstance(value, ModuleType)}
     assert (
         {name for name in known if not name.startswith("_")} - {"TYPE_CHECKING"} <= set(PUBLIC) <= set(dir(hermes_pool))
     )
     with pytest.raises(AttributeError, match="nonsense"):
-        _ = hermes_pool.nonsense
+        getattr(hermes_pool, "nonsense")  # noqa: B009 - for the type checker there is no such name
 
 
-def test_what_is_imported_later_is_what_a_type_checker_imports():
+def test_what_is_imported_later_is_what_a_type_checker_imports() -> None:
     (block,) = [each for each in INIT.body if isinstance(each, ast.If)]
     seen = {alias.name: each.module for each in block.body if isinstance(each, ast.ImportFrom) for alias in each.names}
-    assert seen == hermes_pool._LATER
+    assert seen == vars(hermes_pool)["_LATER"]
     assert set(seen) <= set(PUBLIC)
 
 
-def test_every_error_is_public():
+def test_every_error_is_public() -> None:
     kinds = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     assert kinds <= set(PUBLIC)
 
@@ -272,7 +291,7 @@ def test_every_error_is_public():
         ("hermes_pool.manager", {"sqlalchemy", "sqlmodel", "structlog"}),
     ],
 )
-def test_what_is_slow_to_import_waits_until_it_is_needed(module, heavy):
+def test_what_is_slow_to_import_waits_until_it_is_needed(module: str, heavy: set[str]) -> None:
     program = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
@@ -331,7 +350,7 @@ def reachable_types() -> dict[type, str]:
     return found
 
 
-def test_every_type_that_a_caller_can_come_across_is_public():
+def test_every_type_that_a_caller_can_come_across_is_public() -> None:
     found = reachable_types()
     hidden = {
         f"{kind.__module__}.{kind.__name__}": through
@@ -355,15 +374,17 @@ class Outer:
         self.kept: hermes_pool.BreakerState | None = None
 
     @property
-    def last(self) -> hermes_pool.DeathReport: ...
+    def last(self) -> hermes_pool.DeathReport:
+        raise NotImplementedError
 
     @classmethod
     def made(cls, how: Callable[[hermes_pool.Exit], None]) -> None: ...
 
-    def _made(self) -> hermes_pool.Reply: ...
+    def _made(self) -> hermes_pool.Reply:
+        raise NotImplementedError
 
 
-def test_the_search_for_types_finds_them_wherever_they_are_declared():
+def test_the_search_for_types_finds_them_wherever_they_are_declared() -> None:
     found = {each for annotation in annotations_of(Outer) for each in types_in(annotation)}
     assert {each for each in found if each.__module__ not in ("builtins", "types")} == {
         Inner, hermes_pool.BreakerState, hermes_pool.ConversationStore, hermes_pool.DeathReport, hermes_pool.Exit,
@@ -373,17 +394,17 @@ def test_the_search_for_types_finds_them_wherever_they_are_declared():
 # --- what is installed ------------------------------------------------------------------------------------------------
 
 
-def pyproject() -> dict:
+def pyproject() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_every_direct_dependency_is_pinned_within_its_range():
+def test_every_direct_dependency_is_pinned_within_its_range() -> None:
     project = pyproject()["project"]
     wanted = [
         *project["dependencies"],
         *(each for extra in project["optional-dependencies"].values() for each in extra),
     ]
-    pins = {}
+    pins: dict[str, list[SpecifierSet]] = {}
     for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines():
         if text := line.partition("#")[0].strip():
             pin = Requirement(text)

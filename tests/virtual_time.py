@@ -3,7 +3,9 @@
 import asyncio
 import selectors
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -27,6 +29,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self.now
 
 
-def run(main: Coroutine[Any, Any, Any]) -> Any:
+def run(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -20,7 +20,7 @@ def settings_of(launcher: str, spares: int, **more: Any) -> PoolSettings:
     if spares:
         more["spares"] = spares
     try:
-        return PoolSettings(launcher=launcher, **more)  # type: ignore[arg-type]
+        return PoolSettings(launcher=launcher, **more)  # type: ignore[arg-type] # what it may be is tried
     except (SettingsError, TypeError) as error:
         raise NotSupportedError(f"not supported ({error})") from error
 

@@ -14,7 +14,6 @@ def serve_mcp() -> None:
 
     server = MCPServer("echo", log_level="ERROR")
 
-    @server.tool()
     async def answer(text: str, context: Context) -> str:
         if text == WAIT:
             await asyncio.sleep(3600)
@@ -26,10 +25,11 @@ def serve_mcp() -> None:
             return ""
         return text
 
-    @server.tool()
     def pid() -> int:
         return os.getpid()
 
+    for tool in (answer, pid):
+        server.tool()(tool)
     server.run("stdio")
 
 
@@ -59,7 +59,7 @@ def serve_acp() -> None:
                 await self.client.session_update(session_id, acp.update_agent_message_text(piece))
             return acp.PromptResponse(stop_reason="end_turn")
 
-    asyncio.run(acp.run_agent(Echo()))  # type: ignore[arg-type]
+    asyncio.run(acp.run_agent(Echo()))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Loky(Executors):
     """loky."""
 
     def maker(self) -> Callable[[int], Any]:
-        from loky.process_executor import ProcessPoolExecutor  # type: ignore[import-untyped]  # noqa: PLC0415 - may be missing
+        from loky.process_executor import ProcessPoolExecutor  # noqa: PLC0415 - may be missing
 
         return lambda size: ProcessPoolExecutor(size)  # noqa: PLW0108
 
@@ -130,10 +130,12 @@ class Anyio(Fleet):
             if self._seen:
                 raise NotSupportedError("cannot be made to start another worker")
             self._seen.add(key)
-        return await self._run(peer_work.answer, text, cancellable=True, limiter=self._limit)
+        reply: str = await self._run(peer_work.answer, text, cancellable=True, limiter=self._limit)
+        return reply
 
     async def pid(self, key: str) -> int:
-        return await self._run(peer_work.pid, limiter=self._limit)
+        pid: int = await self._run(peer_work.pid, limiter=self._limit)
+        return pid
 
 
 class Connected(Fleet):
@@ -187,7 +189,9 @@ class Mcp(Connected):
     def connect(self, key: str) -> AbstractAsyncContextManager[Any]:
         from mcp import Client, StdioServerParameters  # noqa: PLC0415
 
-        return Client(StdioServerParameters(command=sys.executable, args=[SERVERS, "mcp"], env=dict(os.environ)))
+        parameters = StdioServerParameters(command=sys.executable, args=[SERVERS, "mcp"], env=dict(os.environ))
+        client: AbstractAsyncContextManager[Any] = Client(parameters)
+        return client
 
     async def send(self, key: str, text: str) -> str:
         result = await (await self.client(key)).call_tool("answer", {"text": text})
@@ -245,7 +249,7 @@ class Acp(Connected):
         command: Any = (sys.executable, SERVERS, "acp")
         limit = {"limit": 64 * 1024 * 1024}
         async with acp.spawn_agent_process(
-            Client(),  # type: ignore[arg-type]
+            Client(),
             *command,
             env=dict(os.environ),
             transport_kwargs=limit,

@@ -1,4 +1,7 @@
-"""What the tests of faults ask the outside: the process table, the database file, the loop, the host's own memory."""
+"""What the tests of faults ask the outside: the process table, the database file, the loop, the host's own memory.
+
+It reads what only Linux has, as these tests do; nothing here is collected elsewhere (see ``tests/conftest.py``).
+"""
 
 import asyncio
 import gc
@@ -15,10 +18,21 @@ import psutil
 
 from hermes_pool import HermesSessionManager
 from hermes_pool.snapshot import SessionSnapshot
+from tests.support import until
 
 
 async def row_of(pool: HermesSessionManager, conversation_id: str) -> SessionSnapshot:
     return next(row for row in await pool.sessions() if row.conversation_id == conversation_id)
+
+
+async def row_when_stopped(pool: HermesSessionManager, conversation_id: str) -> SessionSnapshot:
+    """The row of a conversation whose worker has ended, once the pool has seen it: the process table is quicker."""
+
+    async def stopped() -> SessionSnapshot | None:
+        row = await row_of(pool, conversation_id)
+        return row if row.state == "stopped" else None
+
+    return await until(stopped, "the pool to see that the worker has ended")
 
 
 async def process_of(pool: HermesSessionManager, conversation_id: str) -> psutil.Process:
@@ -71,7 +85,8 @@ def hermes_of(state_dir: Path, conversation_id: str) -> dict[str, Any]:
     if not (state_dir / "hermes-pool.db").exists():
         return {}
     state = json.loads(raw_agent_state(state_dir, conversation_id) or "null") or {}
-    return state.get("runtime_state", {}).get("hermes", {})
+    hermes: dict[str, Any] = state.get("runtime_state", {}).get("hermes", {})
+    return hermes
 
 
 @asynccontextmanager

@@ -14,11 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-from conftest import OpenPool, quick, until
-from outside import complaints, gone, hermes_of, memory_growth, process_of, row_of
 
-from hermes_pool import HermesSessionManager, RestartPolicy
+from hermes_pool import HermesSessionManager, Reply, RestartPolicy
 from hermes_pool.errors import (
     HermesPoolError,
     TurnTimeoutError,
@@ -26,8 +25,8 @@ from hermes_pool.errors import (
     WorkerStartError,
 )
 from hermes_pool_worker import wire
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import complaints, gone, hermes_of, memory_growth, process_of, row_of
+from tests.support import Faulty, OpenPool, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 MIB = 1024 * 1024
@@ -67,7 +66,9 @@ async def innocent(pool: HermesSessionManager, name: str = "innocent") -> AsyncI
     assert seen.worst_s < BOUND_S
 
 
-async def attack(pool: HermesSessionManager, cwd: Path, make: Callable[[str, int], bytes], text: str) -> Any:
+async def attack(
+    pool: HermesSessionManager, cwd: Path, make: Callable[[str, int], bytes], text: str
+) -> tuple[Reply | HermesPoolError, list[wire.TurnEvent]]:
     """Have the worker of conversation ``c`` send bytes in a turn; return the reply or the error, and the events."""
     turn = pool.turn("c", text)
     cwd.joinpath("in turn").write_bytes(make(turn.turn_id, 1))
@@ -88,12 +89,12 @@ def framed(body: bytes) -> bytes:
 
 def packed(*fields: Any) -> bytes:
     """A frame of anything at all, in the shape of a message."""
-    return framed(wire.msgspec.msgpack.encode(fields))
+    return framed(msgspec.msgpack.encode(fields))
 
 
 def of(turn_id: str, more: bytes, count: int = 4) -> bytes:
     """A ``TextDelta`` of ``count`` fields that ends with raw bytes."""
-    head = wire.msgspec.msgpack.encode("TextDelta") + wire.msgspec.msgpack.encode(turn_id) + b"\x01"
+    head = msgspec.msgpack.encode("TextDelta") + msgspec.msgpack.encode(turn_id) + b"\x01"
     return framed(bytes([0x90 + count]) + head + more)
 
 
@@ -112,7 +113,7 @@ BREAKS: dict[str, Callable[[str, int], bytes]] = {
     "a tag alone": lambda *_: packed("TurnDone"),
     "no fields": lambda *_: packed(),
     "a map": lambda t, a: framed(
-        wire.msgspec.msgpack.encode({"type": "TextDelta", "turn_id": t, "attempt": a, "text": "x"})
+        msgspec.msgpack.encode({"type": "TextDelta", "turn_id": t, "attempt": a, "text": "x"})
     ),
     "a tag that is a number": lambda t, a: packed(7, t, a, "x"),
     "a tag that is nothing": lambda t, a: packed(None, t, a, "x"),
@@ -128,7 +129,7 @@ BREAKS: dict[str, Callable[[str, int], bytes]] = {
     "an outcome that is none": lambda t, a: packed("TurnDone", t, a, "x", "s", "finished"),
     "counts that are texts": lambda t, a: packed("TurnDone", t, a, "x", "s", "completed", None, {"tokens": "many"}),
     "counts by the billion": lambda t, _: framed(
-        b"\x98" + b"".join(map(wire.msgspec.msgpack.encode, ("TurnDone", t, 1, "x", "s", "completed", None)))
+        b"\x98" + b"".join(map(msgspec.msgpack.encode, ("TurnDone", t, 1, "x", "s", "completed", None)))
         + b"\xdf" + HUGE + b"\xa1x"
     ),
     "modules by the billion": lambda *_: framed(b"\x92\xa8Imported\xdd" + HUGE + b"\xa1x"),
@@ -137,7 +138,7 @@ BREAKS: dict[str, Callable[[str, int], bytes]] = {
     "lists 100,000 deep in a field too many": lambda t, _: of(t, b"\xa1x" + b"\x91" * 100_000 + b"\xc0", 5),
     "maps 100,000 deep in a field too many": lambda t, _: of(t, b"\xa1x" + b"\x81\xa1k" * 100_000 + b"\xc0", 5),
     "maps 100,000 deep instead of counts": lambda t, _: framed(
-        b"\x98" + b"".join(map(wire.msgspec.msgpack.encode, ("TurnDone", t, 1, "x", "s", "completed", None)))
+        b"\x98" + b"".join(map(msgspec.msgpack.encode, ("TurnDone", t, 1, "x", "s", "completed", None)))
         + b"\x81\xa1k" * 100_000 + b"\xc0"
     ),
 }  # fmt: skip
@@ -243,10 +244,12 @@ async def test_frames_of_other_turns_attempts_and_conversations_reach_nobody(
             return bytes(frames + packed("TextDelta", turn_id, attempt, "a newer worker", "knows", {"more": 1}))
 
         reply, events = await attack(pool, tmp_path, of_others, "in turn")
+        assert isinstance(reply, Reply)
         assert (reply.text, reply.session_id, reply.restarts) == ("waited", session_id, 0)
-        assert [event.text for event in events] == ["a newer worker"]
+        assert [event.text for event in events if isinstance(event, wire.TextDelta)] == ["a newer worker"]
+        assert len(events) == 1
         assert victim.outcome is None
-        assert (victim.tools_started, victim.questions_open) == ([], {})
+        assert (victim._turn.tools_started, victim._turn.questions_open) == ([], {})
         assert (await row_of(pool, "c")).session_id == session_id
         end = await victim.cancel()
         assert end is not None
@@ -264,6 +267,7 @@ async def test_a_worker_that_takes_over_cannot_end_the_turn_before_it_is_given_i
         async with pool.turn("c", "die before") as turn:
             events = [event async for event in turn if not isinstance(event, wire.Status)]
             reply = await turn.reply()
+        assert isinstance(reply, Reply)
         assert (reply.text, reply.session_id, reply.restarts) == ("die before", session_id, 1)
         assert events == [wire.TextDelta(turn.turn_id, 2, "die before")]
         assert (await pool.send("c", "/count")).text == "3"
@@ -285,11 +289,11 @@ async def test_names_without_an_end_are_not_kept_nor_stored(
     session_id = (await row_of(pool, "c")).session_id
     long = "x" * 500_000
     attacks: list[Callable[[str, int], Any]] = [
-        lambda *of: wire.SessionMoved(*of, long),
-        lambda *of: wire.TurnDone(*of, "x", long),
-        lambda *of: wire.TurnDone(*of, "x", "s", "completed", long),
-        lambda *of: wire.ToolStarted(*of, long, "tool", ""),
-        lambda *of: wire.ToolStarted(*of, "call", long, ""),
+        lambda turn, attempt: wire.SessionMoved(turn, attempt, long),
+        lambda turn, attempt: wire.TurnDone(turn, attempt, "x", long),
+        lambda turn, attempt: wire.TurnDone(turn, attempt, "x", "s", "completed", long),
+        lambda turn, attempt: wire.ToolStarted(turn, attempt, long, "tool", ""),
+        lambda turn, attempt: wire.ToolStarted(turn, attempt, "call", long, ""),
     ]
     for make in attacks:
         ended, _ = await attack(pool, tmp_path, lambda *of, make=make: bytes(wire.encode(make(*of))), "in turn")
@@ -351,6 +355,7 @@ async def test_a_flood_that_nobody_reads_is_slowed_down_or_dropped(
                 assert turn._turn.lags
                 text = 0
                 async for event in turn:  # at last
+                    assert isinstance(event, wire.TextDelta)
                     text += len(event.text)
                 assert (
                     text == {"deltas of 1 MB": 100 * 10**6, "deltas of 1 KB": 10**8, "deltas of 1 byte": 250_000}[kind]

@@ -1,23 +1,20 @@
-"""The turn is over, the work is not: it keeps its worker, up to a cap, and its end is of no turn (CASES C29)."""
+"""The turn is over, the work is not: it keeps its worker, up to a cap, and its end is of no turn."""
 
 import asyncio
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, quick, until
-from outside import gone, hermes_of, never, process_of, row_of
 
 from hermes_pool import Drained, HermesSessionManager, SessionKey
 from hermes_pool.errors import PoolFullError
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import gone, hermes_of, never, process_of, row_of, row_when_stopped
+from tests.support import Faulty, OpenPool, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 QUICK = {"timeouts": quick(idle_s=0.2), "sweep_s": 0.05}
@@ -54,7 +51,7 @@ async def test_a_worker_is_kept_until_its_job_has_ended_and_the_end_is_told_to_t
         assert (await turn.reply()).text == "2"
     assert await process_of(pool, "c") == worker
     await until(lambda: gone(worker), "the worker to go, now that it is idle")
-    row = await row_of(pool, "c")
+    row = await row_when_stopped(pool, "c")
     assert (row.jobs, row.last_error, len(told)) == ((), None, 1)
 
 
@@ -83,8 +80,8 @@ async def test_a_job_that_never_ends_is_abandoned_at_the_cap_and_named(
     worker = await process_of(pool, "c")
     await until(lambda: gone(worker), "the worker to go at the cap")
     assert 1 <= time.monotonic() - began < 3
-    row = await row_of(pool, "c")
-    assert (row.state, row.jobs) == ("stopped", ())
+    row = await row_when_stopped(pool, "c")
+    assert row.jobs == ()
     assert row.last_error == "work in the background was abandoned (timeouts.background_s): job never"
     assert hermes_of(tmp_path / "state", "c")["last_error"] == row.last_error
     assert (await pool.send("c", "/count")).text == "2"
@@ -119,7 +116,7 @@ async def test_a_worker_is_kept_by_what_its_tools_left_running_and_not_by_its_se
     assert await process_of(pool, "c") == worker
     (tmp_path / "made").touch()
     await until(lambda: gone(worker), "the worker to go, now that it is idle")
-    assert (await row_of(pool, "c")).last_error is None
+    assert (await row_when_stopped(pool, "c")).last_error is None
 
 
 @LAUNCHERS
@@ -138,7 +135,7 @@ async def test_what_a_tool_left_running_is_ended_at_the_cap_and_named(
     name, worker = shell.name(), await process_of(pool, "c")
     await until(lambda: gone(worker) and gone(shell), "both to go at the cap")
     assert time.monotonic() - began >= 1
-    error = (await row_of(pool, "c")).last_error or ""
+    error = (await row_when_stopped(pool, "c")).last_error or ""
     assert "abandoned" in error
     assert name in error
 
@@ -257,4 +254,4 @@ async def test_a_command_that_hermes_runs_in_the_background_keeps_its_worker(
         assert message.result.startswith("exit code 0: ")
         assert message.result.endswith("it is made")
         await until(lambda: gone(worker), "the worker to go, now that it is idle")
-        assert (await row_of(pool, "c")).last_error is None
+        assert (await row_when_stopped(pool, "c")).last_error is None

@@ -6,10 +6,10 @@ Files and folders are in the way, and no modes: the tests may run as root, whom 
 from pathlib import Path
 
 import pytest
-from conftest import OpenPool, children
 
 from hermes_pool import HermesSessionManager, PoolSettings
 from hermes_pool.errors import HermesPoolError, SettingsError, StateDirError, StoreError, WorkerStartError
+from tests.support import OpenPool, children
 
 
 async def test_a_pool_whose_folder_cannot_be_made_is_not_opened_and_can_be_later(tmp_path: Path) -> None:

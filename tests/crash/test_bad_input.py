@@ -1,21 +1,18 @@
-"""Ids, messages and stored state as nobody wants them, and what is stored of good ones (CASES C45)."""
+"""Ids, messages and stored state that nobody wants, and what is stored of good ones."""
 
 import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OpenPool, children, quick, until
-from outside import gone, hermes_of, never, process_of, put_agent_state, raw_agent_state, row_of, sql
 
 from hermes_pool import manager
 from hermes_pool.errors import InvalidKeyError, MessageTooLargeError
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import gone, hermes_of, never, process_of, put_agent_state, raw_agent_state, row_of, sql
+from tests.support import Faulty, OpenPool, children, quick, until
 
 MIB = 1024 * 1024
 

@@ -1,18 +1,14 @@
-"""Bytes stay bytes and no character ends a worker, whatever the locale (CASES C55, C57)."""
+"""Bytes stay bytes and no character ends a worker, whatever the locale."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import OpenPool, until
-from outside import hermes_of, process_of, row_of
 
 from hermes_pool.errors import AgentFailedError
 from hermes_pool_worker import wire
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import hermes_of, process_of, row_of
+from tests.support import Faulty, OpenPool, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
 PAYLOAD = (

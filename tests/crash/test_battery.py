@@ -12,23 +12,23 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TypeVar
 
 import psutil
 import pytest
-from conftest import FAULTY, OpenPool, quick, until
-from outside import gone, lines, never, process_of, row_of
 
-from hermes_pool import HermesSessionManager, RestartPolicy
+from hermes_pool import HermesSessionManager, RestartPolicy, Turn
 from hermes_pool.errors import RestartBackoffError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
+from tests.crash.outside import gone, lines, never, process_of, row_of
+from tests.support import FAULTY, Faulty, OpenPool, known, quick, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and the process table as Linux has them")
 
-Faulty = Callable[..., dict[str, Any]]
+T = TypeVar("T")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 
 
@@ -40,7 +40,7 @@ def ms(seconds: list[float]) -> str:
     return f"{median(seconds) * 1000:.0f} ms (at most {max(seconds) * 1000:.0f})"
 
 
-async def timed(work: Awaitable[Any], took: list[float]) -> Any:
+async def timed(work: Awaitable[T], took: list[float]) -> T:
     began = time.monotonic()
     try:
         async with asyncio.timeout(20):
@@ -49,7 +49,7 @@ async def timed(work: Awaitable[Any], took: list[float]) -> Any:
         took.append(time.monotonic() - began)
 
 
-async def in_turn(pool: HermesSessionManager, conversation_id: str, text: str) -> Any:
+async def in_turn(pool: HermesSessionManager, conversation_id: str, text: str) -> Turn:
     """Begin a turn of ``waits_for_cancel`` and wait until its worker is at it."""
     turn = await pool.turn(conversation_id, text).__aenter__()
     assert isinstance(await anext(turn), wire.Status)
@@ -91,7 +91,7 @@ async def test_kill_the_worker_running_a_while_b_runs(open_pool: OpenPool, fault
         assert await process_of(pool, "a") != worker_of_a
         assert (b.outcome, b.attempt) == (None, 1)
     assert await process_of(pool, "b") == worker_of_b
-    assert (await b.cancel()).outcome == "interrupted"
+    assert known(await b.cancel()).outcome == "interrupted"
     assert max(took) < 5
     told("kill the worker running A while B runs (n=5)", launcher, f"A is answered after {ms(took)}; B undisturbed")
 

@@ -1,4 +1,4 @@
-"""Cases of public bug reports that no other file here is about (CASES C13, C18, C32, C37, C38, C42, C54)."""
+"""Cases from public bug reports of similar systems that no other file here is about."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,6 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import FAULTY, Obedient, OpenPool, Pool, quick, until
-from outside import complaints, gone, hermes_of, lines, never, process_of, row_of
-from test_kill_points import UNBOUNDED
 
 from hermes_pool import RestartPolicy
 from hermes_pool.control import client, messages
@@ -34,15 +31,16 @@ from hermes_pool.errors import (
     WorkerStartError,
 )
 from hermes_pool_worker import wire
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
+from tests.crash.test_kill_points import UNBOUNDED
+from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, Pool, quick, until
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 TROUBLE = ("Event loop is closed", "was destroyed", "never retrieved", "never awaited", "ResourceWarning")
 
 
-# --- C13: signals hit the wrapper, or the whole house ---
+# --- signals hit the wrapper, or the whole house ---
 
 
 WRAPPER = """\
@@ -110,7 +108,7 @@ async def test_no_group_is_ever_signalled_even_if_the_worker_shares_the_host_s(
     assert gone(worker)
 
 
-# --- C18: looking at processes must not break or block ---
+# --- looking at processes must not break or block ---
 
 
 @LAUNCHERS
@@ -185,7 +183,7 @@ async def test_what_cannot_be_read_is_unknown_and_kills_nobody(
         assert (row.health, row.restart_count) == ("alive", 0)
 
 
-# --- C32: silent and working versus silent and stuck ---
+# --- silent and working versus silent and stuck ---
 
 
 async def test_a_tool_and_a_question_may_be_silent_for_longer_than_the_limit_of_silence(
@@ -241,7 +239,7 @@ async def test_a_turn_that_talks_for_ever_ends_at_the_limit_of_the_turn(open_poo
     assert await process_of(pool, "c") == worker  # it obeyed
 
 
-# --- C37: shutdown that ends ---
+# --- shutdown that ends ---
 
 
 HOST = """
@@ -380,7 +378,7 @@ async def test_a_close_in_the_middle_of_a_start_is_bounded_and_told(
     assert complained == []
 
 
-# --- C38: Ctrl-C reaches everyone ---
+# --- Ctrl-C reaches everyone ---
 
 
 @LAUNCHERS
@@ -431,7 +429,7 @@ async def test_when_the_terminal_is_closed_no_worker_sees_it_and_none_is_left(
     assert "SIGHUP" not in lines(tmp_path / "marks")
 
 
-# --- C42: the kernel's answer to growth (its limits are in test_caretaker.py) ---
+# --- the kernel's answer to growth (the limits of memory are in test_stuck_workers) ---
 
 
 @LAUNCHERS
@@ -464,7 +462,7 @@ async def test_with_room_for_five_eight_conversations_are_served_and_the_busy_on
     assert (await busy).restarts == 0
 
 
-# --- C54: what other systems lack ---
+# --- what other systems lack ---
 
 
 async def test_a_loop_that_cannot_start_processes_is_named_with_the_remedy(
@@ -500,7 +498,7 @@ async def test_no_process_is_probed_with_os_kill(
 
 
 async def test_without_sigkill_a_death_is_told_and_a_worker_that_breaks_the_protocol_is_ended(
-    open_pool: OpenPool, instead_of_python: Faulty, monkeypatch: pytest.MonkeyPatch
+    open_pool: OpenPool, instead_of_python: FaultyProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = await open_pool(
         **instead_of_python("sends_bogus_bytes"),

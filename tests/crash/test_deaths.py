@@ -1,22 +1,19 @@
-"""Workers that die: between turns, in a turn, again, and with what they leave behind (CASES C08, C22)."""
+"""Workers that die: between turns, in a turn, again, and with what they leave behind."""
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, quick, until
-from outside import complaints, gone, gone_pid, hermes_of, lines, process_of, row_of
 
 from hermes_pool.conversation import active_turn
 from hermes_pool.errors import AgentFailedError, TurnInterruptedError, WorkerCrashedError
 from hermes_pool_worker import wire
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import complaints, gone, gone_pid, hermes_of, lines, process_of, row_of
+from tests.support import Faulty, FaultyProgram, OpenPool, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 MIB = 1024 * 1024
@@ -266,7 +263,7 @@ async def test_an_effect_is_told_although_no_new_worker_can_be_started(
 @pytest.mark.parametrize("text", ["fine", "torn"])
 @pytest.mark.parametrize("launcher", ["spawn", "portable"])  # its program is no zygote
 async def test_a_reply_that_was_written_is_delivered_although_its_worker_died(
-    open_pool: OpenPool, instead_of_python: Faulty, tmp_path: Path, text: str, launcher: str
+    open_pool: OpenPool, instead_of_python: FaultyProgram, tmp_path: Path, text: str, launcher: str
 ) -> None:
     pool = await open_pool(**instead_of_python("replies_then_dies"), worker_cwd=tmp_path, launcher=launcher)
     for number in range(1, 4):
@@ -277,7 +274,7 @@ async def test_a_reply_that_was_written_is_delivered_although_its_worker_died(
 
 
 async def test_a_written_reply_is_delivered_to_a_slow_reader_as_well(
-    open_pool: OpenPool, instead_of_python: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_pool: OpenPool, instead_of_python: FaultyProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(active_turn, "EVENTS_WAITING_MAX", 2)
     pool = await open_pool(**instead_of_python("replies_then_dies"), worker_cwd=tmp_path, launcher="spawn")

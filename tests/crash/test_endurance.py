@@ -11,13 +11,14 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
-from conftest import OpenPool, alive, children, descriptors, quick, until
+
+from tests.support import OpenPool, alive, children, descriptors, known, quick, until
 
 AGENTS = str(Path(__file__).parent.parent / "integration" / "agents")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -44,7 +45,7 @@ async def test_starts_and_ends_of_all_kinds_leave_nothing(
             case 1:
                 assert await session.hibernate(0.0)
             case 2:
-                os.kill(session.snapshot().pid, signal.SIGKILL)  # type: ignore[arg-type]
+                os.kill(known(session.snapshot().pid), signal.SIGKILL)
                 await until(lambda: session.at_rest, "the death to be seen")
 
     async def cycles_from(first: int) -> None:
@@ -102,7 +103,7 @@ HOST = """
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Any:
+def host(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a program as a host of its own; whatever is below it is ended at last."""
     started: list[subprocess.Popen[str]] = []
 
@@ -149,7 +150,9 @@ async def test_when_the_host_is_killed_nothing_is_left(
 
 
 @LAUNCHERS
-async def test_a_worker_does_not_belong_to_the_thread_that_started_it(tmp_path: Path, launcher: str) -> None:
+async def test_a_worker_does_not_belong_to_the_thread_that_started_it(
+    tmp_path: Path, launcher: Literal["zygote", "spawn"]
+) -> None:
     """A loop in a thread of its own starts a worker from a task; the worker lives as long as the pool."""
     from hermes_pool import HermesSessionManager, PoolSettings
 

@@ -1,4 +1,4 @@
-"""Workers that cannot start, or never get ready (CASES C20), and settings that name what is not there."""
+"""Workers that cannot start, or never get ready, and settings that name what is not there."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OpenPool, quick, until
-from outside import complaints, gone, gone_pid, hermes_of, lines, longest_stall, process_of, row_of
 
 from hermes_pool.errors import (
     HermesPoolError,
@@ -23,9 +21,10 @@ from hermes_pool.errors import (
     WorkerStartTimeoutError,
     WorkerUnusableError,
 )
+from tests.crash.outside import complaints, gone, gone_pid, hermes_of, lines, longest_stall, process_of, row_of
+from tests.support import Faulty, FaultyProgram, OpenPool, quick, until
 
-Faulty = Callable[..., dict[str, Any]]
-Fault = Callable[[Faulty, Faulty, Path], dict[str, Any]]
+Fault = Callable[[Faulty, FaultyProgram, Path], dict[str, Any]]
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
 LIMIT_S = 1.5
@@ -33,13 +32,13 @@ STALL_S = 0.25
 """A loop that is held up is held up for the whole of a start; less than this is the machine's other work."""
 
 
-def not_executable(faulty: Faulty, instead_of_python: Faulty, folder: Path) -> dict[str, Any]:
+def not_executable(faulty: Faulty, instead_of_python: FaultyProgram, folder: Path) -> dict[str, Any]:
     program = folder / "plain.txt"
     program.write_text("not a program")
     return {"worker_python": str(program)}
 
 
-def no_program(faulty: Faulty, instead_of_python: Faulty, folder: Path) -> dict[str, Any]:
+def no_program(faulty: Faulty, instead_of_python: FaultyProgram, folder: Path) -> dict[str, Any]:
     program = folder / "garbage"
     program.write_bytes(b"\x7fELF garbage")
     program.chmod(0o755)
@@ -78,7 +77,7 @@ FAULTS: dict[str, tuple[Fault, type[WorkerStartError], str, str, int]] = {
 @pytest.mark.parametrize("name", FAULTS)
 @LAUNCHERS
 async def test_a_worker_that_does_not_start_is_one_clean_error_in_time(  # noqa: PLR0917 - fixtures
-    open_pool: OpenPool, faulty: Faulty, instead_of_python: Faulty, tmp_path: Path, name: str, launcher: str
+    open_pool: OpenPool, faulty: Faulty, instead_of_python: FaultyProgram, tmp_path: Path, name: str, launcher: str
 ) -> None:
     fault, kind, step, words, starts = FAULTS[name]
     healthy = await open_pool(state_dir=tmp_path / "other")

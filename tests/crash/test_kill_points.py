@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
-from conftest import OpenPool, Pool, quick, until
-from outside import complaints, gone, hermes_of, lines, process_of, row_of
 
 from hermes_pool import HermesPoolError, Reply, RestartPolicy, StartPolicy
 from hermes_pool.conversation.worker_slot import WorkerSlot
@@ -28,8 +26,8 @@ from hermes_pool.errors import TurnInterruptedError, WorkerCrashedError, WorkerD
 from hermes_pool.process.connection import WorkerConnection
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import complaints, gone, hermes_of, lines, process_of, row_of
+from tests.support import Faulty, FaultyProgram, OpenPool, Pool, known, quick, until
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
@@ -111,7 +109,7 @@ def no_bug_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]
 
 @LAUNCHERS
 async def test_a_worker_killed_in_its_start_is_one_more_launch_and_no_restart(
-    open_pool: OpenPool, faulty: Faulty, instead_of_python: Faulty, tmp_path: Path, launcher: str
+    open_pool: OpenPool, faulty: Faulty, instead_of_python: FaultyProgram, tmp_path: Path, launcher: str
 ) -> None:
     settings = faulty("dies_where_told")
     points = [f"{when} {kind}" for kind in ("Hello", "Opened") for when in ("before", "inside", "after")]
@@ -330,7 +328,7 @@ async def test_a_worker_that_is_dead_before_it_is_taken_over(
             await open_connection(connection, *arguments)
             if not doomed:
                 doomed.append(connection)
-                process = psutil.Process(connection.process.pid)  # type: ignore[union-attr]
+                process = psutil.Process(known(connection.process).pid)
                 process.kill()
                 _until_dead_without_a_turn_of_the_loop(process)
 
@@ -360,7 +358,7 @@ async def test_a_replacement_that_dies_the_moment_it_is_taken_over_ends_the_turn
         def taken_and_killed(slot: WorkerSlot, connection: WorkerConnection) -> wire.Opened:
             opened = take(slot, connection)
             if not killed:
-                killed.append(psutil.Process(connection.process.pid))  # type: ignore[union-attr]
+                killed.append(psutil.Process(known(connection.process).pid))
                 killed[0].kill()
                 _until_dead_without_a_turn_of_the_loop(killed[0])
             return opened

@@ -9,7 +9,7 @@ conversation, and what it costs, is told by the tests of each fault.
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -17,8 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import FAULTY, OpenPool, Pool, quick, until
-from outside import complaints, gone, process_of, row_of
 
 from hermes_pool.errors import (
     AgentFailedError,
@@ -34,8 +32,8 @@ from hermes_pool.errors import (
 )
 from hermes_pool.lifecycle import WORKER, WorkerChange, WorkerState
 from hermes_pool_worker import wire
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import complaints, gone, process_of, row_of
+from tests.support import FAULTY, Faulty, FaultyProgram, OpenPool, Pool, quick, until
 
 PROGRAMS_LEAST = 30
 LINES_MOST = 25
@@ -342,7 +340,13 @@ async def is_in(pool: Pool, state: WorkerState) -> bool:
 
 @pytest.mark.parametrize(("name", "launcher"), CASES)
 async def test_a_fault_ends_as_its_row_says_and_leaves_nothing(  # noqa: PLR0917 - fixtures
-    open_pool: OpenPool, faulty: Faulty, instead_of_python: Faulty, told: Told, tmp_path: Path, name: str, launcher: str
+    open_pool: OpenPool,
+    faulty: Faulty,
+    instead_of_python: FaultyProgram,
+    told: Told,
+    tmp_path: Path,
+    name: str,
+    launcher: str,
 ) -> None:
     row = ROWS[name]
     for file, content in row.files.items():

@@ -1,4 +1,4 @@
-"""Nothing outlives its owner: supervisors, zygotes and guardians that are killed, alone and together (CASES C16)."""
+"""Nothing outlives its owner: supervisors, zygotes and guardians that are killed, alone and together."""
 
 import asyncio
 import json
@@ -9,21 +9,22 @@ import socket
 import subprocess
 import sys
 import textwrap
+import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from conftest import FAULTY, OpenPool, alive, until
-from outside import gone, process_of, row_of
 
 from hermes_pool.process import lifeline
+from tests.crash.outside import gone, process_of, row_of
+from tests.support import FAULTY, Faulty, OpenPool, alive, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the nets of other systems are weaker")
 
-Faulty = Callable[..., dict[str, Any]]
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 
 HIDES = ("", "deaf", "cleared", "setsid", "setsid daemon", "setsid daemon deaf", "setsid daemon cleared")
@@ -90,10 +91,12 @@ class Host:
             each.send_signal(signal.SIGSTOP)
         for each in doomed:
             each.send_signal(signal.SIGKILL)
-            await until(lambda process=each: gone(process), "the process to end", 5)
+            await until(partial(gone, each), "the process to end", 5)
 
     async def nothing_left(self, seconds: float = 3.0) -> None:
-        left = lambda: [each for each in self.family if not gone(each)]  # noqa: E731
+        def left() -> list[psutil.Process]:
+            return [each for each in self.family if not gone(each)]
+
         try:
             await until(lambda: not left(), "everything to go", seconds)
         except AssertionError:
@@ -107,12 +110,15 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
+StartHost = Callable[..., Awaitable[Host]]
+
+
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def host(tmp_path: Path) -> Iterator[StartHost]:
     """Start a program with a pool whose tools hide; end at last whatever of it is still there."""
     hosts: list[Host] = []
 
-    def start(launcher: str, texts: list[str], *more: str, agent: str = "leaves_all_kinds_of_tools") -> Any:
+    def start(launcher: str, texts: list[str], *more: str, agent: str = "leaves_all_kinds_of_tools") -> Awaitable[Host]:
         file = tmp_path / f"host{len(hosts)}.py"
         file.write_text(textwrap.dedent(HOST))
         settings = {
@@ -122,8 +128,10 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             "launcher": launcher,
         }
         command = [sys.executable, str(file), json.dumps(settings), json.dumps(texts), *more]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        hosts.append(Host(subprocess.Popen(command, **pipes, text=True, start_new_session=True)))
+        popen = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        hosts.append(Host(popen))
         return hosts[-1].ready()
 
     yield start
@@ -146,21 +154,21 @@ EVERY_KIND = [f"tool {hides}".strip() + " " for hides in HIDES] + ["tool setsid 
 
 @LAUNCHERS
 async def test_when_the_host_is_killed_in_a_turn_every_tool_goes_however_it_hides(
-    host: Callable[..., Any], launcher: str
+    host: StartHost, launcher: str
 ) -> None:
     one = await host(launcher, EVERY_KIND)
     await one.kill()
     await one.nothing_left()
 
 
-async def test_when_host_and_zygote_are_killed_together_every_tool_goes_all_the_same(host: Callable[..., Any]) -> None:
+async def test_when_host_and_zygote_are_killed_together_every_tool_goes_all_the_same(host: StartHost) -> None:
     one = await host("zygote", EVERY_KIND)
     await one.kill("zygote")
     await one.nothing_left()
 
 
 async def test_when_host_and_guardian_are_killed_together_the_zygote_sees_to_every_tool(
-    host: Callable[..., Any],
+    host: StartHost,
 ) -> None:
     one = await host("zygote", EVERY_KIND)
     await one.kill("guardian")
@@ -169,7 +177,7 @@ async def test_when_host_and_guardian_are_killed_together_the_zygote_sees_to_eve
 
 @pytest.mark.parametrize("killed", [("zygote", "guardian"), ("guardian",)])
 async def test_what_nobody_is_left_to_end_the_next_start_ends(
-    open_pool: OpenPool, host: Callable[..., Any], killed: tuple[str, ...]
+    open_pool: OpenPool, host: StartHost, killed: tuple[str, ...]
 ) -> None:
     launcher = "zygote" if "zygote" in killed else "spawn"
     one = await host(launcher, ["tool setsid daemon deaf"])
@@ -186,7 +194,7 @@ async def test_what_nobody_is_left_to_end_the_next_start_ends(
 @LAUNCHERS
 @pytest.mark.parametrize("killed", [(), ("guardian",)])
 async def test_a_worker_that_holds_the_interpreter_with_all_signals_blocked_dies_with_its_host(
-    host: Callable[..., Any], launcher: str, killed: tuple[str, ...]
+    host: StartHost, launcher: str, killed: tuple[str, ...]
 ) -> None:
     one = await host(launcher, ["hold"], agent="holds_the_gil")
     await one.kill(*killed)
@@ -195,7 +203,7 @@ async def test_a_worker_that_holds_the_interpreter_with_all_signals_blocked_dies
 
 @pytest.mark.parametrize(("launcher", "killed"), [("zygote", ()), ("zygote", ("guardian",)), ("spawn", ())])
 async def test_a_fork_of_the_host_does_not_keep_its_workers(
-    host: Callable[..., Any], launcher: str, killed: tuple[str, ...]
+    host: StartHost, launcher: str, killed: tuple[str, ...]
 ) -> None:
     one = await host(launcher, ["tool setsid"], "fork")
     (fork,) = [each for each in one.family if _command(each) == _command(psutil.Process(one.popen.pid))]
@@ -209,9 +217,7 @@ async def test_a_fork_of_the_host_does_not_keep_its_workers(
 
 
 @LAUNCHERS
-async def test_an_event_loop_that_ends_without_close_takes_everything_with_it(
-    host: Callable[..., Any], launcher: str
-) -> None:
+async def test_an_event_loop_that_ends_without_close_takes_everything_with_it(host: StartHost, launcher: str) -> None:
     one = await host(launcher, EVERY_KIND[:-1])
     print(file=one.popen.stdin, flush=True)
     await one.nothing_left()
@@ -395,12 +401,13 @@ class Server:
         scratch.replace(self.source)
 
     async def say(self, conversation_id: str, text: str) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self.port}/{conversation_id}?text={urllib.request.quote(text)}"
+        url = f"http://127.0.0.1:{self.port}/{conversation_id}?text={urllib.parse.quote(text)}"
         request = urllib.request.Request(url, method="POST")
 
         def ask() -> dict[str, Any]:
             with urllib.request.urlopen(request, timeout=30) as answer:
-                return json.loads(answer.read())
+                said: dict[str, Any] = json.loads(answer.read())
+                return said
 
         return await asyncio.to_thread(ask)
 
@@ -479,21 +486,26 @@ async def test_under_uvicorn_reload_no_worker_and_no_port_outlives_a_reload(
         said = await one.says("a", "hello")
         return said if said is not None and said["supervisor"] != after else None
 
+    def more_than(before: set[int]) -> bool:
+        return len(set(one.pool_processes()) - before) >= 3
+
+    def all_gone(pids: Iterable[int]) -> bool:
+        return not [pid for pid in pids if alive(pid)]
+
     supervisor = (await until(up, "the server"))["supervisor"]
     for number in range(reloads):
         before = set(one.pool_processes())
         await one.say("b", "tool setsid daemon")
         hanging = asyncio.create_task(one.says("b", "tool setsid stay"))
-        tools = await until(lambda b=before: len(set(one.pool_processes()) - b) >= 3, "the tool in mid-turn")
-        assert tools
+        await until(partial(more_than, before), "the tool in mid-turn")
         left = one.pool_processes()
         if number == reloads - 1:  # the last time without a chance to close
             os.kill(supervisor, signal.SIGKILL)
-            await until(lambda pids=left: not [pid for pid in pids if alive(pid)], "all that was to go", 5)
+            await until(partial(all_gone, left), "all that was to go", 5)
         one.change(f"# {number}\n")
-        supervisor = (await until(lambda s=supervisor: up(s), "the next one"))["supervisor"]
+        supervisor = (await until(partial(up, supervisor), "the next one"))["supervisor"]
         await hanging
-        await until(lambda pids=left: not [pid for pid in pids if alive(pid)], "what was before to be gone", 5)
+        await until(partial(all_gone, left), "what was before to be gone", 5)
         assert len(one.workers(supervisor)) == 1  # that of conversation a
         assert one.listeners() == {one.popen.pid, supervisor}
     one.popen.terminate()

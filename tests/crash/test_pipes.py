@@ -1,23 +1,20 @@
-"""Much data, and one side dying meanwhile (CASES C04, C05)."""
+"""Much data, and one side dying meanwhile."""
 
 import asyncio
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, quick, until
-from outside import complaints, gone, memory_growth, process_of, row_of
 
 from hermes_pool.conversation import active_turn
 from hermes_pool.errors import TurnCancelledError, WorkerCrashedError
 from hermes_pool.process import connection
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import complaints, gone, memory_growth, process_of, row_of
+from tests.support import Faulty, OpenPool, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
 MIB = 1024 * 1024

@@ -11,7 +11,7 @@ from hermes_pool import Timeouts
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 sys.path.insert(0, SCRIPTS)
 try:
-    from _storm import Storm
+    from _storm import Launcher, Storm
 finally:
     sys.path.remove(SCRIPTS)
 
@@ -25,7 +25,7 @@ REFUSED = {"RestartBackoffError", "MessageQuarantinedError", "PoolUnavailableErr
 
 @pytest.mark.parametrize(("launcher", "kills"), [("zygote", 60), ("spawn", 25)])
 async def test_random_kills_hurt_nobody_but_those_who_are_struck_and_them_as_little_as_can_be(
-    tmp_path: Path, nothing_left: None, launcher: str, kills: int
+    tmp_path: Path, nothing_left: None, launcher: Launcher, kills: int
 ) -> None:
     tally = await Storm(tmp_path, kills=kills, seed=20, launcher=launcher).run()
     print("\n".join(tally.lines()))

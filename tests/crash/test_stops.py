@@ -1,31 +1,28 @@
-"""Wanted ends are no crashes, deaf workers are bounded, and states are true afterwards (CASES C21)."""
+"""Wanted ends are no crashes, deaf workers are bounded, and states are true afterwards."""
 
 import asyncio
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import OpenPool, quick, until
-from outside import complaints, gone, hermes_of, lines, never, process_of, row_of
 
+from hermes_pool import HermesSessionManager, Turn
 from hermes_pool.errors import TurnCancelledError, TurnTimeoutError, WorkerCrashedError
 from hermes_pool_worker import wire
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import complaints, gone, hermes_of, lines, never, process_of, row_of
+from tests.support import Faulty, OpenPool, known, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 
 
-async def _is(pool: Any, conversation_id: str, state: str) -> bool:
+async def _is(pool: HermesSessionManager, conversation_id: str, state: str) -> bool:
     return (await row_of(pool, conversation_id)).state == state
 
 
-async def _in_turn(pool: Any, text: str) -> Any:
+async def _in_turn(pool: HermesSessionManager, text: str) -> Turn:
     """Begin a turn and wait until its worker is at it."""
     turn = await pool.turn("c", text).__aenter__()
     assert isinstance(await anext(turn), wire.Status)
@@ -243,7 +240,7 @@ async def test_a_worker_is_stopped_and_mourned_also_where_no_thread_can_be_start
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    os.kill(workers["d"], signal.SIGKILL)
+    os.kill(known(workers["d"]), signal.SIGKILL)
     stopped = await asyncio.wait_for(pool.stop("c"), 10)
     assert stopped is not None
     assert (stopped.how, stopped.left) == ("closed", ())

@@ -3,19 +3,17 @@
 import asyncio
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import OpenPool, alive, quick, until
-from outside import process_of, row_of
 
 from hermes_pool import MemoryLimits
 from hermes_pool.errors import TurnTimeoutError, WorkerCrashedError
 from hermes_pool.policy import memory
 from hermes_pool_worker import wire
+from tests.crash.outside import process_of, row_of
+from tests.support import Faulty, OpenPool, alive, quick, until
 
-Faulty = Callable[..., dict[str, Any]]
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 MIB = 1024 * 1024
 QUICK = {"sample_s": 0.3, "timeouts": quick(wedged_s=1.0), "replay": "never"}

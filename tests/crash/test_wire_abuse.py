@@ -1,4 +1,4 @@
-"""What an agent's own output, its tools and broken programs do to the wire (CASES C01, C03, C06, C07)."""
+"""What an agent's own output, its tools and broken programs do to the wire."""
 
 import asyncio
 import json
@@ -6,20 +6,17 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAULTY, OpenPool, quick, until
-from outside import complaints, gone, lines, memory_growth, process_of, row_of
 
 import hermes_pool_worker
 from hermes_pool import RestartPolicy
 from hermes_pool.errors import AgentFailedError, WorkerCrashedError, WorkerStartError, WorkerUnusableError
 from hermes_pool_worker import wire
-
-Faulty = Callable[..., dict[str, Any]]
+from tests.crash.outside import complaints, gone, lines, memory_growth, process_of, row_of
+from tests.support import FAULTY, Faulty, FaultyProgram, OpenPool, known, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
 WORKER_PROGRAM = Path(hermes_pool_worker.__file__).with_name("__main__.py")
@@ -78,7 +75,7 @@ def test_a_ping_is_answered_while_tools_run_that_inherit_the_standard_descriptor
         assert worker.stdout is not None
 
         def write(*frames: wire.Message) -> None:
-            worker.stdin.write(b"".join(wire.encode(frame) for frame in frames))
+            known(worker.stdin).write(b"".join(wire.encode(frame) for frame in frames))
 
         write(wire.Open("c"), wire.Turn("t-1", 1, "run them"))
         while not any(isinstance(frame, wire.Status) for frame in received):
@@ -119,7 +116,7 @@ async def test_an_event_over_the_limit_costs_the_event_and_not_the_turn(open_poo
 
 @LAUNCHERS
 async def test_a_program_that_breaks_the_limit_is_replaced(
-    open_pool: OpenPool, instead_of_python: Faulty, launcher: str
+    open_pool: OpenPool, instead_of_python: FaultyProgram, launcher: str
 ) -> None:
     pool = await open_pool(**instead_of_python("sends_oversize_frame"), frame_bytes_max=4 * MIB, launcher=launcher)
     assert (await pool.send("c", "1")).text == "x"
@@ -161,7 +158,7 @@ BOGUS = {
 
 @pytest.mark.parametrize("kind", BOGUS)
 async def test_bogus_bytes_in_a_turn_end_that_worker_at_once(
-    open_pool: OpenPool, instead_of_python: Faulty, kind: str
+    open_pool: OpenPool, instead_of_python: FaultyProgram, kind: str
 ) -> None:
     pool = await open_pool(
         **instead_of_python("sends_bogus_bytes"),
@@ -185,7 +182,7 @@ async def test_bogus_bytes_in_a_turn_end_that_worker_at_once(
 
 @pytest.mark.parametrize("kind", ["a length of 2 GiB", "trailing bytes", "a bare integer"])
 async def test_bogus_bytes_after_a_reply_cost_the_worker_and_no_turn(
-    open_pool: OpenPool, instead_of_python: Faulty, kind: str
+    open_pool: OpenPool, instead_of_python: FaultyProgram, kind: str
 ) -> None:
     pool = await open_pool(
         **instead_of_python("sends_bogus_bytes"), restarts=RestartPolicy(replacements_per_turn_max=0)
@@ -203,7 +200,7 @@ async def _is_stopped(pool: Any) -> bool:
 
 
 async def test_bogus_bytes_in_every_attempt_are_one_error_after_one_restart(
-    open_pool: OpenPool, instead_of_python: Faulty
+    open_pool: OpenPool, instead_of_python: FaultyProgram
 ) -> None:
     pool = await open_pool(**instead_of_python("sends_bogus_bytes"))
     with pytest.raises(WorkerCrashedError, match="broke the protocol"):
@@ -212,7 +209,7 @@ async def test_bogus_bytes_in_every_attempt_are_one_error_after_one_restart(
 
 
 async def test_a_worker_that_we_have_killed_is_not_said_to_be_out_of_memory(
-    open_pool: OpenPool, instead_of_python: Faulty
+    open_pool: OpenPool, instead_of_python: FaultyProgram
 ) -> None:
     pool = await open_pool(
         **instead_of_python("sends_bogus_bytes"), restarts=RestartPolicy(replacements_per_turn_max=0)
@@ -225,7 +222,7 @@ async def test_a_worker_that_we_have_killed_is_not_said_to_be_out_of_memory(
 
 @LAUNCHERS
 async def test_a_banner_instead_of_the_hello_is_a_start_error(
-    open_pool: OpenPool, instead_of_python: Faulty, tmp_path: Path, launcher: str
+    open_pool: OpenPool, instead_of_python: FaultyProgram, tmp_path: Path, launcher: str
 ) -> None:
     pool = await open_pool(**instead_of_python("greets_instead_of_hello"), worker_cwd=tmp_path, launcher=launcher)
     with pytest.raises(WorkerStartError, match="broke the protocol") as caught:
@@ -237,7 +234,7 @@ async def test_a_banner_instead_of_the_hello_is_a_start_error(
 
 @LAUNCHERS
 async def test_a_worker_that_closes_its_side_of_the_wire_is_replaced(
-    open_pool: OpenPool, instead_of_python: Faulty, launcher: str
+    open_pool: OpenPool, instead_of_python: FaultyProgram, launcher: str
 ) -> None:
     pool = await open_pool(**instead_of_python("closes_the_wire"), launcher=launcher)
     await pool.send("c", "hello")
@@ -247,7 +244,9 @@ async def test_a_worker_that_closes_its_side_of_the_wire_is_replaced(
     assert gone(worker)
 
 
-async def test_frames_of_other_turns_and_attempts_reach_nobody(open_pool: OpenPool, instead_of_python: Faulty) -> None:
+async def test_frames_of_other_turns_and_attempts_reach_nobody(
+    open_pool: OpenPool, instead_of_python: FaultyProgram
+) -> None:
     pool = await open_pool(**instead_of_python("repeats_old_frames"))
     for number in range(20):
         text = f"message {number}"
@@ -261,7 +260,7 @@ async def test_frames_of_other_turns_and_attempts_reach_nobody(open_pool: OpenPo
 
 
 async def test_a_worker_of_another_protocol_is_refused_and_not_tried_again(
-    open_pool: OpenPool, instead_of_python: Faulty, tmp_path: Path
+    open_pool: OpenPool, instead_of_python: FaultyProgram, tmp_path: Path
 ) -> None:
     pool = await open_pool(**instead_of_python("speaks_another_protocol"), worker_cwd=tmp_path)
     with pytest.raises(WorkerUnusableError, match="protocol 2 and this supervisor 1") as caught:

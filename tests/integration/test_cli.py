@@ -16,7 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import known
+
 CLI = [sys.executable, "-m", "hermes_pool"]
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 HOST = """
 import asyncio, sys
@@ -93,7 +97,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(environment) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run(environment: dict[str, str]) -> Run:
     def run_it(*arguments: str, said: str = "", **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*CLI, *arguments],
@@ -111,7 +115,7 @@ def run(environment) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture
-def host(environment) -> Iterator[subprocess.Popen[str]]:
+def host(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOST, environment["HERMES_POOL_STATE_DIR"]],
         env=environment,
@@ -119,19 +123,19 @@ def host(environment) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline() == "ready\n"
+    assert known(process.stdout).readline() == "ready\n"
     yield process
     process.send_signal(signal.SIGCONT)
-    process.stdin.close()
+    known(process.stdin).close()
     try:
         process.wait(20)
     finally:
         process.kill()
         process.wait(10)
-        process.stdout.close()
+        known(process.stdout).close()
 
 
-def test_nothing_is_stored_yet_and_nothing_is_made(run, environment) -> None:
+def test_nothing_is_stored_yet_and_nothing_is_made(run: Run, environment: dict[str, str]) -> None:
     done = run("ps")
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == "no supervisor is running, and no session is stored\n"
@@ -139,7 +143,7 @@ def test_nothing_is_stored_yet_and_nothing_is_made(run, environment) -> None:
     assert not Path(environment["HERMES_POOL_STATE_DIR"]).exists()
 
 
-def test_ps_and_stop_of_a_running_host(run, host) -> None:
+def test_ps_and_stop_of_a_running_host(run: Run, host: subprocess.Popen[str]) -> None:
     seen = json.loads(run("ps", "--json").stdout)
     assert seen["source"] == "supervisor"
     assert [(each["pid"], each["problem"]) for each in seen["supervisors"]] == [(host.pid, None)]
@@ -162,7 +166,7 @@ def test_ps_and_stop_of_a_running_host(run, host) -> None:
     assert run("stop", "c-2", "--user", "ada").returncode == 0
 
 
-def test_a_host_that_was_killed_leaves_what_is_stored(run, host) -> None:
+def test_a_host_that_was_killed_leaves_what_is_stored(run: Run, host: subprocess.Popen[str]) -> None:
     host.kill()
     host.wait(10)
     deadline = time.monotonic() + 10
@@ -182,7 +186,7 @@ def test_a_host_that_was_killed_leaves_what_is_stored(run, host) -> None:
     assert "c-2 [ada]" in table.stdout
 
 
-def test_a_host_that_is_frozen_is_told_in_time(run, host) -> None:
+def test_a_host_that_is_frozen_is_told_in_time(run: Run, host: subprocess.Popen[str]) -> None:
     host.send_signal(signal.SIGSTOP)
     before = time.monotonic()
     done = run("ps")
@@ -192,15 +196,15 @@ def test_a_host_that_is_frozen_is_told_in_time(run, host) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_all_shows_stored_sessions_beside_the_running_ones(run, environment) -> None:
+def test_all_shows_stored_sessions_beside_the_running_ones(run: Run, environment: dict[str, str]) -> None:
     assert run("chat", "before", "--agent", "echo", said="hi\n").returncode == 0
     chat = subprocess.Popen(
         [*CLI, "chat", "now", "--agent", "echo"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
-        chat.stdin.write(b"hi\n")
-        chat.stdin.flush()
-        assert chat.stdout.readline() == b"hi\n"
+        known(chat.stdin).write(b"hi\n")
+        known(chat.stdin).flush()
+        assert known(chat.stdout).readline() == b"hi\n"
         names = {row["conversation_id"] for row in json.loads(run("ps", "--json").stdout)["sessions"]}
         assert names == {"now"}
         names = {row["conversation_id"] for row in json.loads(run("ps", "--json", "--all").stdout)["sessions"]}
@@ -210,19 +214,19 @@ def test_all_shows_stored_sessions_beside_the_running_ones(run, environment) -> 
     assert chat.returncode == 0
 
 
-def test_each_line_of_a_pipe_is_a_message(run) -> None:
+def test_each_line_of_a_pipe_is_a_message(run: Run) -> None:
     done = run("chat", "--agent", "echo", said="hello\n\n\u00fc \U0001f600\n/count", PYTHONIOENCODING="utf-8")
     assert (done.returncode, done.stdout) == (0, "hello\n\u00fc \U0001f600\n3\n")
     assert "Traceback" not in done.stderr
     assert run("chat", "--agent", "echo", said="/first\n").stdout == "hello\n", "it remembers"
 
 
-def test_a_locale_that_can_show_little_ends_nothing(run) -> None:
+def test_a_locale_that_can_show_little_ends_nothing(run: Run) -> None:
     done = run("chat", "--agent", "echo", said="\u00fc\n", PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0")
     assert (done.returncode, done.stdout) == (0, "\\xfc\n")
 
 
-def test_a_failed_turn_is_told_and_the_rest_goes_on(run) -> None:
+def test_a_failed_turn_is_told_and_the_rest_goes_on(run: Run) -> None:
     done = run("chat", "--agent", "slow_agent:Slow", said="fail\nhello\nask\n")
     assert done.returncode == 1
     assert done.stdout == "HELLO\nanswered deny\n"
@@ -231,7 +235,7 @@ def test_a_failed_turn_is_told_and_the_rest_goes_on(run) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_errors_are_one_line_and_not_a_traceback(run) -> None:
+def test_errors_are_one_line_and_not_a_traceback(run: Run) -> None:
     done = run("ps", HERMES_POOL_WORKERS_MAX="many")
     assert done.returncode == 1
     assert "HERMES_POOL_WORKERS_MAX" in done.stderr
@@ -292,7 +296,7 @@ class Screen:
 
 
 @pytest.fixture
-def screen(environment) -> Iterator[Callable[..., Screen]]:
+def screen(environment: dict[str, str]) -> Iterator[Callable[..., Screen]]:
     screens: list[Screen] = []
 
     def make(*arguments: str) -> Screen:
@@ -304,7 +308,7 @@ def screen(environment) -> Iterator[Callable[..., Screen]]:
         each.close()
 
 
-def test_a_chat_in_a_terminal(screen, run) -> None:
+def test_a_chat_in_a_terminal(screen: Callable[..., Screen], run: Run) -> None:
     chat = screen("--agent", "slow_agent:Slow")
     chat.wait_for("> ")
     chat.type("hello\n")
@@ -335,7 +339,7 @@ def test_a_chat_in_a_terminal(screen, run) -> None:
     assert chat.end() == 0
 
 
-def test_ctrl_c_at_the_prompt_leaves(screen) -> None:
+def test_ctrl_c_at_the_prompt_leaves(screen: Callable[..., Screen]) -> None:
     chat = screen("--agent", "echo")
     chat.wait_for("> ")
     chat.type("\x03")
@@ -344,7 +348,9 @@ def test_ctrl_c_at_the_prompt_leaves(screen) -> None:
         chat.wait_for("Traceback")
 
 
-def test_ctrl_c_twice_leaves_in_the_middle_of_a_turn(screen, environment) -> None:
+def test_ctrl_c_twice_leaves_in_the_middle_of_a_turn(
+    screen: Callable[..., Screen], environment: dict[str, str]
+) -> None:
     environment.update(HERMES_POOL_TIMEOUTS__CLOSE_GRACE_S="1", HERMES_POOL_TIMEOUTS__TERM_GRACE_S="0.2")
     chat = screen("--agent", "slow_agent:Slow")
     chat.wait_for("> ")

@@ -8,7 +8,6 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Obedient, OpenPool, alive, quick, until
 
 from hermes_pool import (
     AgentFailedError,
@@ -26,6 +25,7 @@ from hermes_pool import (
 )
 from hermes_pool.conversation import active_turn
 from hermes_pool_worker import wire
+from tests.support import Obedient, OpenPool, alive, quick, until
 
 
 async def the_pid(pool: HermesSessionManager, conversation_id: str) -> int:
@@ -175,7 +175,9 @@ async def test_a_slow_consumer_slows_its_worker_down_and_loses_nothing(
         await until(lambda: _waits_in_write(pid), "the worker to wait for its reader", 30)
         assert (await pool.send("other", "hi")).text == "hi"
         rest = [event async for event in turn]
-        assert "".join(event.text for event in rest) == "".join(f"{number} " for number in range(1, total))
+        assert "".join(event.text for event in rest if isinstance(event, wire.TextDelta)) == "".join(
+            f"{number} " for number in range(1, total)
+        )
         assert (await turn.reply()).outcome == "completed"
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, children
 
 from hermes_pool import RestartPolicy
 from hermes_pool.errors import WorkerCrashedError
+from tests.support import OpenPool, children
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
 SECRET = "sk-jarvis-0123456789"

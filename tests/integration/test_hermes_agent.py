@@ -10,13 +10,18 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
 from hermes_pool.testing.scripted_model import CONTEXT_TOKENS, ScriptedModel, write_hermes_home
 from hermes_pool_worker import wire
+from tests.support import known
+
+Frame = TypeVar("Frame", bound=wire.Message)
 
 WORKER = Path(wire.__file__).with_name("__main__.py")
 FRAME_BYTES_MAX = 16 * 1024 * 1024
@@ -32,7 +37,7 @@ pytestmark = [
 class Worker:
     """A worker program and both ends of its wire."""
 
-    def __init__(self, home, folder, **environ):
+    def __init__(self, home: Path, folder: Path, **environ: str) -> None:
         self.log = folder / f"worker-{uuid.uuid4().hex}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -44,62 +49,71 @@ class Worker:
                 env={"PATH": os.environ["PATH"], "HOME": str(folder), "HERMES_HOME": str(home), **environ},
                 start_new_session=True,
             )
-        self.decoder = wire.FrameDecoder(wire.FromWorker, FRAME_BYTES_MAX)
-        self.waiting = []
+        self.decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker, FRAME_BYTES_MAX)
+        self.waiting: list[wire.FromWorker] = []
         self.turns = 0
 
-    def send(self, message):
-        self.process.stdin.write(wire.encode(message))
-        self.process.stdin.flush()
+    def send(self, message: wire.ToWorker) -> None:
+        known(self.process.stdin).write(wire.encode(message))
+        known(self.process.stdin).flush()
 
-    def receive(self, *, timeout_s=30):
+    def receive(self, *, timeout_s: float = 30) -> wire.FromWorker:
         """Return the next message; ``EOFError`` at the end of the wire."""
         while not self.waiting:
-            ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+            ready, _, _ = select.select([known(self.process.stdout)], [], [], timeout_s)
             assert ready, f"no frame in {timeout_s} s; {self.log.read_text()}"
-            data = os.read(self.process.stdout.fileno(), 65536)
+            data = os.read(known(self.process.stdout).fileno(), 65536)
             if not data:
                 raise EOFError(self.log.read_text())
             self.waiting += self.decoder.feed(data)
             assert self.decoder.failed is None
         return self.waiting.pop(0)
 
-    def until(self, *types):
+    def until(self, *types: type[wire.Message]) -> list[wire.FromWorker]:
         """Return all messages up to and with the first one of these types."""
         messages = [self.receive()]
         while not isinstance(messages[-1], types):
             messages.append(self.receive())
         return messages
 
-    def open(self, **fields):
-        self.send(wire.Open("conversation", **fields))
-        return self.until(wire.Opened)[-1]
+    def first(self, kind: type[Frame]) -> Frame:
+        """Return the first message of this type; those before it are dropped."""
+        message = self.until(kind)[-1]
+        assert isinstance(message, kind)
+        return message
 
-    def begin(self, text):
+    def open(self, **fields: Any) -> wire.Opened:
+        self.send(wire.Open("conversation", **fields))
+        return self.first(wire.Opened)
+
+    def begin(self, text: str) -> wire.Turn:
         self.turns += 1
         turn = wire.Turn(f"turn-{self.turns}", 1, text)
         self.send(turn)
         return turn
 
-    def turn(self, text):
+    def turn(self, text: str) -> list[wire.FromWorker]:
         """Run a turn; return its messages, the last one of which ends it."""
         begun = self.begin(text)
-        messages = [message for message in self.until(*END) if not isinstance(message, JOBS)]  # which are of no turn
-        assert {(message.turn_id, message.attempt) for message in messages} == {(begun.turn_id, 1)}
+        messages: list[wire.FromWorker] = []
+        for message in self.until(*END):
+            if not isinstance(message, JOBS):  # which are of no turn
+                assert isinstance(message, wire.TurnMessage)
+                assert (message.turn_id, message.attempt) == (begun.turn_id, 1)
+                messages.append(message)
         return messages
 
-    def ask(self, text):
+    def ask(self, text: str) -> wire.TurnDone:
         """Run a turn that is to be completed; return how it ended."""
-        done = self.turn(text)[-1]
-        assert isinstance(done, wire.TurnDone), done
+        done = done_of(self.turn(text))
         assert done.outcome == "completed"
         return done
 
-    def kill(self):
+    def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
-    def close(self):
+    def close(self) -> float:
         """Have it put everything away and leave; return how long that took, in seconds."""
         begun = time.monotonic()
         self.send(wire.Close())
@@ -108,28 +122,38 @@ class Worker:
         return time.monotonic() - begun
 
 
+class Start(NamedTuple):
+    """Starts a worker; ``left`` returns the pids of all processes that descend from those of this test."""
+
+    worker: Callable[..., Worker]
+    left: Callable[[], list[int]]
+
+    def __call__(self, **environ: str) -> Worker:
+        return self.worker(**environ)
+
+
 @pytest.fixture
-def model():
+def model() -> Iterator[ScriptedModel]:
     with ScriptedModel() as server:
         yield server
 
 
 @pytest.fixture
-def home(tmp_path, model):
+def home(tmp_path: Path, model: ScriptedModel) -> Path:
     return write_hermes_home(tmp_path / "hermes", model.url)
 
 
 @pytest.fixture
-def start(home, tmp_path):
+def start(home: Path, tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts a worker; whatever is left of the workers and their tools ends with the test."""
     marker = uuid.uuid4().hex
-    workers = []
+    workers: list[Worker] = []
 
-    def start_worker(**environ):
+    def start_worker(**environ: str) -> Worker:
         workers.append(Worker(home, tmp_path, HERMES_POOL_TEST=marker, **environ))
         return workers[-1]
 
-    def left():
+    def left() -> list[int]:
         """Return the pids of all processes that descend from these workers."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
@@ -138,33 +162,33 @@ def start(home, tmp_path):
                     found.append(int(entry.name))
         return found
 
-    start_worker.left = left
-    yield start_worker
+    yield Start(start_worker, left)
     for worker in workers:
         worker.kill()
-        worker.process.stdout.close()
+        known(worker.process.stdout).close()
         with contextlib.suppress(BrokenPipeError):
-            worker.process.stdin.close()
+            known(worker.process.stdin).close()
     for pid in left():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def rows(home, session_id):
+def rows(home: Path, session_id: str) -> list[tuple[str, str, int]]:
     """Return (role, content, active) of all messages of a session, as any other program finds them on disk."""
     with contextlib.closing(sqlite3.connect(f"file:{home / 'state.db'}?mode=ro", uri=True)) as database:
         select_all = "SELECT role, content, active FROM messages WHERE session_id = ? ORDER BY id"
         return list(database.execute(select_all, (session_id,)))
 
 
-def said(body):
+def said(body: dict[str, Any]) -> list[str]:
     """Return what the user said in the messages of a request to the model."""
     return [message["content"] for message in body["messages"] if message["role"] == "user"]
 
 
-def assert_well_paired(body):
+def assert_well_paired(body: dict[str, Any]) -> None:
     """A provider refuses a request in which a tool call has no result, or two messages of the user follow."""
-    open_calls, last = set(), None
+    open_calls: set[str] = set()
+    last = None
     for message in body["messages"]:
         if message["role"] == "tool":
             open_calls.remove(message["tool_call_id"])
@@ -176,33 +200,41 @@ def assert_well_paired(body):
     assert not open_calls
 
 
-def text_of(messages):
+def done_of(messages: list[wire.FromWorker]) -> wire.TurnDone:
+    """Return how a turn ended that did not fail."""
+    assert isinstance(messages[-1], wire.TurnDone), messages[-1]
+    return messages[-1]
+
+
+def text_of(messages: list[wire.FromWorker]) -> str:
     return "".join(message.text for message in messages if isinstance(message, wire.TextDelta))
 
 
-def of(messages, kind):
+def of(messages: list[wire.FromWorker], kind: type[Frame]) -> list[Frame]:
     return [message for message in messages if isinstance(message, kind)]
 
 
 # --- turns ---
 
 
-def test_turns_in_context_with_tools_reasoning_and_bad_text(start, home, model):
+def test_turns_in_context_with_tools_reasoning_and_bad_text(start: Start, home: Path, model: ScriptedModel) -> None:
     config = (home / "config.yaml").read_bytes()
     worker = start(HERMES_SESSION_CHAT_ID="another-chat", HERMES_SESSION_KEY="another", TERMINAL_CWD="/")
     opened = worker.open()
     assert (opened.resumed, opened.recovered, opened.notice) == (False, None, None)
 
     first = worker.turn("Hi, I am Ada.")
-    assert text_of(first) == first[-1].text == '(scripted) You said: "Hi, I am Ada." (message 1 of this conversation)'
+    assert (
+        text_of(first) == done_of(first).text == '(scripted) You said: "Hi, I am Ada." (message 1 of this conversation)'
+    )
     assert len(of(first, wire.TextDelta)) > 3
-    assert first[-1].session_id == opened.session_id
+    assert done_of(first).session_id == opened.session_id
     second = worker.ask("What is my name?")
     assert second.text == "(scripted) Your name is Ada."
-    assert len({opened.committed, first[-1].committed, second.committed}) == 3
+    assert len({opened.committed, done_of(first).committed, second.committed}) == 3
     # Counts are of the turn, not of the session.
     assert second.usage["api_calls"] == 1
-    assert second.usage["input_tokens"] < 2 * first[-1].usage["input_tokens"]
+    assert second.usage["input_tokens"] < 2 * done_of(first).usage["input_tokens"]
 
     used = worker.turn("[tool echo chat=$HERMES_SESSION_CHAT_ID in $PWD]")
     (started,), (finished,) = of(used, wire.ToolStarted), of(used, wire.ToolFinished)
@@ -212,7 +244,7 @@ def test_turns_in_context_with_tools_reasoning_and_bad_text(start, home, model):
     assert finished.ok
     assert finished.duration_s > 0
     assert f"chat= in {home.parent}" in finished.result
-    assert f"chat= in {home.parent}" in used[-1].text
+    assert f"chat= in {home.parent}" in done_of(used).text
     (failed_tool,) = of(worker.turn("[tool seq 9999; false]"), wire.ToolFinished)
     assert not failed_tool.ok
     assert len(failed_tool.result) <= 500
@@ -221,7 +253,7 @@ def test_turns_in_context_with_tools_reasoning_and_bad_text(start, home, model):
     assert "".join(delta.text for delta in of(thought, wire.ReasoningDelta)) == "(scripted) Let me look at the script."
 
     half = worker.turn("[surrogate] \ud83d in, \udc97 out")
-    assert half[-1].text == text_of(half) == "(scripted) Half a pair: \N{REPLACEMENT CHARACTER}."
+    assert done_of(half).text == text_of(half) == "(scripted) Half a pair: \N{REPLACEMENT CHARACTER}."
     assert said(model.requests[-1])[-1] == "[surrogate] \N{REPLACEMENT CHARACTER} in, \N{REPLACEMENT CHARACTER} out"
     worker.ask('[call terminal {"command": "sleep 600", "background": true}]')
     last = worker.ask("how many messages")
@@ -237,7 +269,7 @@ def test_turns_in_context_with_tools_reasoning_and_bad_text(start, home, model):
     assert resumed.ask("What did I say first?").text == '(scripted) You said first: "Hi, I am Ada."'
 
 
-def test_a_failed_turn_leaves_no_trace(start, home, model):
+def test_a_failed_turn_leaves_no_trace(start: Start, home: Path, model: ScriptedModel) -> None:
     worker = start()
     opened = worker.open()
     committed = worker.ask("one").committed
@@ -261,15 +293,15 @@ def test_a_failed_turn_leaves_no_trace(start, home, model):
 # --- cancelling ---
 
 
-def test_cancelling(start, home, model):
+def test_cancelling(start: Start, home: Path, model: ScriptedModel) -> None:
     worker = start()
     opened = worker.open()
     worker.ask("one")
 
-    def cancel(turn):
+    def cancel(turn: wire.Turn) -> wire.TurnDone:
         worker.send(wire.Cancel(turn.turn_id, turn.attempt))
         begun = time.monotonic()
-        done = worker.until(*END)[-1]
+        done = done_of(worker.until(*END))
         # Hermes looks every five seconds after the tools that it runs, and then gives them three to end.
         assert time.monotonic() - begun < 9
         assert (type(done), done.outcome, done.turn_id) == (wire.TurnDone, "interrupted", turn.turn_id)
@@ -306,7 +338,7 @@ def test_cancelling(start, home, model):
 # --- crashes ---
 
 
-def test_killed_in_the_middle_of_a_reply(start, home, model):
+def test_killed_in_the_middle_of_a_reply(start: Start, home: Path, model: ScriptedModel) -> None:
     worker = start()
     opened = worker.open()
     committed = worker.ask("one").committed
@@ -334,7 +366,7 @@ def test_killed_in_the_middle_of_a_reply(start, home, model):
     assert active == ["one", "two"]
 
 
-def test_killed_in_the_middle_of_a_tool(start, model):
+def test_killed_in_the_middle_of_a_tool(start: Start, model: ScriptedModel) -> None:
     worker = start()
     opened = worker.open()
     kept = worker.ask("keep [tool echo a]")
@@ -345,13 +377,13 @@ def test_killed_in_the_middle_of_a_tool(start, model):
 
     worker = start()
     again = worker.open(session_id=opened.session_id, committed=kept.committed)
-    assert "tools may have acted" in again.notice
+    assert "tools may have acted" in known(again.notice)
     worker.ask("two")
     assert said(model.requests[-1]) == ["keep [tool echo a]", "two"]
     assert_well_paired(model.requests[-1])
 
 
-def test_a_finished_turn_whose_reply_got_lost(start, model):
+def test_a_finished_turn_whose_reply_got_lost(start: Start, model: ScriptedModel) -> None:
     worker = start()
     opened = worker.open()
     committed = worker.ask("one").committed
@@ -367,7 +399,7 @@ def test_a_finished_turn_whose_reply_got_lost(start, model):
 
     # The worker died with the reply on its lips.
     lost = worker.begin(" three \ud83d [slow 2]\n")
-    reply = worker.until(*END)[-1]
+    reply = done_of(worker.until(*END))
     worker.kill()
     seen = len(model.requests)
     worker = start()
@@ -389,12 +421,12 @@ def test_a_finished_turn_whose_reply_got_lost(start, model):
     assert "told as failed" not in said(model.requests[-1])
 
 
-def test_an_unknown_session_is_told(start):
+def test_an_unknown_session_is_told(start: Start) -> None:
     worker = start()
     opened = worker.open(session_id="20200101_000000_nobody", committed="7.abc")
     assert not opened.resumed
     assert opened.session_id != "20200101_000000_nobody"
-    assert "does not know the session 20200101_000000_nobody" in opened.notice
+    assert "does not know the session 20200101_000000_nobody" in known(opened.notice)
     worker.close()
 
     # A session that has had no turn is not on Hermes' disk, and nothing of it can be lost.
@@ -407,11 +439,13 @@ def test_an_unknown_session_is_told(start):
 
     # A mark of a history that is gone, as after a restored backup of Hermes' database.
     worker = start()
-    assert "ends before" in worker.open(session_id=opened.session_id, committed="9999.abc").notice
+    assert "ends before" in known(worker.open(session_id=opened.session_id, committed="9999.abc").notice)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_compaction_keeps_the_place_of_the_marks(start, home, model, in_place):
+def test_a_compaction_keeps_the_place_of_the_marks(
+    start: Start, home: Path, model: ScriptedModel, in_place: bool
+) -> None:
     options = {"context_length": 64_000, "config": {"compression": {"in_place": in_place}}}
     worker = start()
     opened = worker.open(options=options)
@@ -422,7 +456,7 @@ def test_a_compaction_keeps_the_place_of_the_marks(start, home, model, in_place)
         assert len(marks) < 12
         messages = worker.turn(f"number {len(marks)}: {long}")
         assert isinstance(messages[-1], wire.TurnDone)
-        marks.append(messages[-1].committed)
+        marks.append(done_of(messages).committed)
         moved = next((message.session_id for message in of(messages, wire.SessionMoved)), moved)
     assert (moved is None) == in_place
     lost = wire.Turn("lost", 1, f"number {len(marks) - 1}: {long}")
@@ -432,7 +466,7 @@ def test_a_compaction_keeps_the_place_of_the_marks(start, home, model, in_place)
     worker = start()
     again = worker.open(session_id=opened.session_id, committed=marks[-2], unfinished=lost, options=options)
     assert again.session_id == (moved or opened.session_id)
-    assert again.recovered == messages[-1].text
+    assert again.recovered == done_of(messages).text
     assert again.committed == marks[-1]
     assert again.notice is None
     assert_well_paired(model.requests[-1])
@@ -441,7 +475,7 @@ def test_a_compaction_keeps_the_place_of_the_marks(start, home, model, in_place)
 # --- questions ---
 
 
-def test_dangerous_commands_are_asked_about(start, home, tmp_path):
+def test_dangerous_commands_are_asked_about(start: Start, home: Path, tmp_path: Path) -> None:
     folder = tmp_path / "precious"
     folder.mkdir()
     config = (home / "config.yaml").read_text()
@@ -449,9 +483,9 @@ def test_dangerous_commands_are_asked_about(start, home, tmp_path):
     worker.open(options={"context_length": 70_000, "config": {"approvals": {"timeout": 1}}})
     command = f"rm -rf {folder}"
 
-    def ask(answer):
+    def ask(answer: str | None) -> wire.ToolFinished:
         turn = worker.begin(f"[tool {command}]")
-        question = worker.until(wire.Question)[-1]
+        question = worker.first(wire.Question)
         assert (question.kind, question.choices) == ("approval", ["once", "session", "always", "deny"])
         assert command in question.text
         assert question.timeout_s == 1
@@ -478,23 +512,23 @@ def test_dangerous_commands_are_asked_about(start, home, tmp_path):
     assert [line for line in changed if line not in config] == ["command_allowlist:", "  - recursive delete"]
 
     turn = worker.begin('[call clarify {"question": "Which?", "choices": ["red", "blue"]}]')
-    question = worker.until(wire.Question)[-1]
+    question = worker.first(wire.Question)
     assert (question.kind, question.text, question.choices) == ("clarify", "Which?", ["red", "blue"])
     worker.send(wire.Answer(turn.turn_id, turn.attempt, question.question_id, "gr\ud83dn"))
-    assert '"user_response": "gr\N{REPLACEMENT CHARACTER}n"' in worker.until(*END)[-1].text
+    assert '"user_response": "gr\N{REPLACEMENT CHARACTER}n"' in done_of(worker.until(*END)).text
 
     # A cancel takes the place of an answer.
     turn = worker.begin('[call clarify {"question": "Still there?"}]')
     worker.until(wire.Question)
     worker.send(wire.Cancel(turn.turn_id, turn.attempt))
-    assert worker.until(*END)[-1].outcome == "interrupted"
+    assert done_of(worker.until(*END)).outcome == "interrupted"
     worker.ask("two")
 
 
 # --- starting ---
 
 
-def test_options_choose_the_model_and_the_tools(start, home, model, tmp_path):
+def test_options_choose_the_model_and_the_tools(start: Start, home: Path, model: ScriptedModel, tmp_path: Path) -> None:
     (home / "config.yaml").unlink()
     (tmp_path / "elsewhere").mkdir()
     worker = start()
@@ -513,7 +547,7 @@ def test_options_choose_the_model_and_the_tools(start, home, model, tmp_path):
     messages = worker.turn("[tool pwd; rm -rf ../hermes/none] [tool pwd]")
     assert not of(messages, wire.Question)
     assert str(tmp_path / "elsewhere") in of(messages, wire.ToolFinished)[0].result
-    assert (messages[-1].outcome, "max_iterations" in messages[-1].notice) == ("partial", True)
+    assert (done_of(messages).outcome, "max_iterations" in known(done_of(messages).notice)) == ("partial", True)
     first = model.requests[0]
     assert "Answer in rhymes." in json.dumps(first["messages"][0])
     assert {tool["function"]["name"] for tool in first["tools"]} == {"terminal", "process"}
@@ -524,7 +558,7 @@ def test_options_choose_the_model_and_the_tools(start, home, model, tmp_path):
     ("options", "remedy"),
     [({"modle": "x"}, "unknown field `modle`"), ({"provider": "nonsense"}, "hermes model"), ({}, "hermes model")],
 )
-def test_what_trying_again_cannot_mend(start, home, options, remedy):
+def test_what_trying_again_cannot_mend(start: Start, home: Path, options: dict[str, Any], remedy: str) -> None:
     (home / "config.yaml").unlink()
     worker = start()
     worker.send(wire.Open("conversation", options=options))

@@ -4,10 +4,9 @@ import signal
 import sqlite3
 from pathlib import Path
 
-from conftest import Obedient, OpenPool, alive, quick, until
-from test_conversations import stored, the_pid
-
 from hermes_pool import RestartPolicy
+from tests.integration.test_conversations import stored, the_pid
+from tests.support import Obedient, OpenPool, alive, quick, until
 
 
 async def test_an_idle_worker_goes_after_its_metadata_is_saved_and_comes_back_in_context(open_pool: OpenPool) -> None:

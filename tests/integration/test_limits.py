@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import Obedient, OpenPool, until
 
 from hermes_pool import (
     Drained,
@@ -21,6 +20,7 @@ from hermes_pool import (
     TurnCancelledError,
     WorkerCrashedError,
 )
+from tests.support import Obedient, OpenPool, until
 
 
 async def begin(pool: HermesSessionManager, obedient: Obedient, *conversations: str) -> list["asyncio.Task[Any]"]:
@@ -43,9 +43,9 @@ async def test_the_line_for_a_worker_is_bounded_and_fair_between_users(open_pool
     (running,) = await begin(pool, obedient, "first")
     order = [SessionKey("a1", "ada"), SessionKey("a2", "ada"), SessionKey("b1", "bob")]
     sends = []
-    for number, key in enumerate(order, 1):
+    for key in order:
         sends.append(asyncio.create_task(pool.send(key, key.conversation_id)))
-        await until(lambda number=number: in_line(pool) == number, "it to stand in line")
+        await until(lambda: in_line(pool) == len(sends), "it to stand in line")
     with pytest.raises(PoolFullError, match="workers_max") as refused:
         await pool.send(SessionKey("a3", "ada"), "one too many")
     assert (refused.value.position, refused.value.waiting) == (4, 3)

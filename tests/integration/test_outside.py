@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Obedient, OpenPool, alive, quick, until
 from typer.testing import CliRunner
 
 from hermes_pool import (
@@ -34,9 +33,10 @@ from hermes_pool import (
     WorkerUnusableError,
 )
 from hermes_pool.cli import app
-from hermes_pool.process import connection
+from hermes_pool.process.death import end_family
 from hermes_pool.snapshot import SessionSnapshot
-from hermes_pool.system.processes import MARKER_VARIABLE
+from hermes_pool_worker.contract import MARKER_VARIABLE
+from tests.support import Obedient, OpenPool, alive, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
 REFUSAL_S = 0.005
@@ -381,8 +381,8 @@ def test_what_carries_the_marker_and_cannot_be_ended_is_left(monkeypatch: pytest
     try:
         with monkeypatch.context() as patched:
             patched.setattr("hermes_pool.system.processes.kill", lambda *_: [])
-            assert connection._end_family((lost.pid, 1.0), marker, {}) == ((), (lost.pid,))
-        assert connection._end_family((lost.pid, 1.0), marker, {}) == ((), ()), "a worker is no stray of itself"
+            assert end_family((lost.pid, 1.0), marker, {}) == ((), (lost.pid,))
+        assert end_family((lost.pid, 1.0), marker, {}) == ((), ()), "a worker is no stray of itself"
     finally:
         lost.kill()
         lost.wait(10)

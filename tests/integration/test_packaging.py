@@ -7,9 +7,11 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from collections.abc import Callable
 from configparser import ConfigParser
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -81,15 +83,15 @@ class Environment:
         self.python = folder / BIN / ("python.exe" if sys.platform == "win32" else "python")
         self.packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder), "platbase": str(folder)}))
 
-    def run(self, *arguments: object, **how: object) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         # -I: neither the checkout, by way of the working folder, nor anybody's PYTHONPATH gets in.
         return subprocess.run(
-            [self.python, "-I", *arguments], capture_output=True, text=True, timeout=60, check=False, **how
+            [self.python, "-I", *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=cwd
         )
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # Where the build backend is installed already it is used as it is, and no network is needed.
     isolation = ["--no-isolation", "--skip-dependency-check"] if find_spec("hatchling") else []
@@ -107,7 +109,7 @@ def wheel(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def jarvis(wheel, tmp_path_factory):
+def jarvis(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """Environment A: the host's, with the wheel."""
     environment = Environment(tmp_path_factory.mktemp("a"))
     done = subprocess.run(
@@ -123,7 +125,7 @@ def jarvis(wheel, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory):
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """Environment B: for workers, with msgspec and nothing else."""
     environment = Environment(tmp_path_factory.mktemp("b"))
     shutil.copytree(
@@ -133,32 +135,32 @@ def workers(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory):
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """Environment C: a Python and nothing else."""
     return Environment(tmp_path_factory.mktemp("c"))
 
 
 @pytest.fixture
-def converse(jarvis, tmp_path):
+def converse(jarvis: Environment, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Have the supervisor of the wheel send messages, and return what it found."""
     program = tmp_path / "supervisor.py"
     program.write_text(SUPERVISOR)
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "reporter.py").write_text(REPORTER)
 
-    def run(*messages: str, **settings: object) -> dict:
+    def run(*messages: str, **settings: object) -> dict[str, Any]:
         given = json.dumps({"state_dir": str(tmp_path / "state"), **settings}, default=str)
         done = jarvis.run(program, given, *messages, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
-        found = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
         assert Path(found["package"]).is_relative_to(jarvis.packages), "the checkout must have no part in this"
         return found
 
     return run
 
 
-def test_the_wheel_holds_two_packages_and_nothing_else(wheel):
+def test_the_wheel_holds_two_packages_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         dist_info = next(name for name in names if name.endswith(".dist-info/METADATA")).partition("/")[0]
@@ -179,7 +181,7 @@ def test_the_wheel_holds_two_packages_and_nothing_else(wheel):
     } == sources
 
 
-def test_the_command_is_installed(jarvis, tmp_path):
+def test_the_command_is_installed(jarvis: Environment, tmp_path: Path) -> None:
     command = jarvis.folder / BIN / ("hermes-pool.exe" if sys.platform == "win32" else "hermes-pool")
     done = subprocess.run(
         [command, "ps", "--state-dir", tmp_path / "none"], capture_output=True, text=True, timeout=30, check=False
@@ -188,7 +190,9 @@ def test_the_command_is_installed(jarvis, tmp_path):
     assert "no supervisor is running" in done.stderr
 
 
-def test_a_conversation_with_workers_in_an_environment_that_has_only_msgspec(converse, workers):
+def test_a_conversation_with_workers_in_an_environment_that_has_only_msgspec(
+    converse: Callable[..., dict[str, Any]], workers: Environment
+) -> None:
     found = converse("one", "/count", agent="echo", worker_python=workers.python)
     assert found["replies"][0] == "one"
     assert "2" in found["replies"][1]
@@ -197,7 +201,9 @@ def test_a_conversation_with_workers_in_an_environment_that_has_only_msgspec(con
         assert found["command"][0] == str(workers.python)
 
 
-def test_nothing_of_the_hosts_environment_gets_into_the_workers(converse, workers, jarvis, tmp_path):
+def test_nothing_of_the_hosts_environment_gets_into_the_workers(
+    converse: Callable[..., dict[str, Any]], workers: Environment, jarvis: Environment, tmp_path: Path
+) -> None:
     folder = tmp_path / "agents"
     found = converse("look", agent="reporter:Reporter", agent_paths=[folder], worker_python=workers.python)
     seen = json.loads(found["replies"][0])
@@ -216,7 +222,9 @@ def test_nothing_of_the_hosts_environment_gets_into_the_workers(converse, worker
     assert "" not in seen["path"]
 
 
-def test_without_msgspec_the_remedy_is_told_and_no_second_start_is_tried(converse, bare):
+def test_without_msgspec_the_remedy_is_told_and_no_second_start_is_tried(
+    converse: Callable[..., dict[str, Any]], bare: Environment
+) -> None:
     found = converse("one", agent="echo", worker_python=bare.python)
     assert found["error"] == "WorkerUnusableError"
     assert not found["retryable"]
@@ -226,7 +234,7 @@ def test_without_msgspec_the_remedy_is_told_and_no_second_start_is_tried(convers
     assert found["pid"] is None
 
 
-def test_without_msgspec_the_worker_leaves_with_a_status_of_its_own(jarvis, bare):
+def test_without_msgspec_the_worker_leaves_with_a_status_of_its_own(jarvis: Environment, bare: Environment) -> None:
     program = jarvis.packages / "hermes_pool_worker" / "__main__.py"
     done = subprocess.run(
         [bare.python, "-P", program, "echo", "65536"],
@@ -241,7 +249,9 @@ def test_without_msgspec_the_worker_leaves_with_a_status_of_its_own(jarvis, bare
     assert "pip install msgspec" in done.stderr
 
 
-def test_without_hermes_the_remedy_names_it_and_no_second_start_is_tried(converse, workers):
+def test_without_hermes_the_remedy_names_it_and_no_second_start_is_tried(
+    converse: Callable[..., dict[str, Any]], workers: Environment
+) -> None:
     found = converse("one", agent="hermes", worker_python=workers.python)
     assert found["error"] == "WorkerUnusableError"
     assert not found["retryable"]

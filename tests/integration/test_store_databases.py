@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from conftest import until
-from databases import Database, database, postgres_server, postgres_url  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy.dialects.postgresql import JSONB
@@ -28,6 +26,8 @@ from hermes_pool.errors import StateNotWritableError, StoreError
 from hermes_pool.settings import SessionKey
 from hermes_pool.storage.record import SessionRecord
 from hermes_pool.storage.store import ConversationStore
+from tests.integration.databases import Database, database, postgres_server, postgres_url  # noqa: F401 - fixtures
+from tests.support import known, until
 
 KEY = SessionKey("c1")
 RECORD = SessionRecord(
@@ -69,7 +69,7 @@ async def store(database: Database) -> AsyncIterator[ConversationStore]:
     await own.close()
 
 
-def put(database: Database, state: str | None, conversation_id: str = KEY.conversation_id) -> None:
+def put(database: Database, state: str | bytes | None, conversation_id: str = KEY.conversation_id) -> None:
     database.sql("INSERT INTO conversation (id, agent_state) VALUES (?, ?)", conversation_id, state)
 
 
@@ -88,7 +88,7 @@ def stored(record: SessionRecord) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "start", [None, "null", "{}", '{"runtime_state": null}', '{"runtime_state": {"hermes": null}}']
 )
-async def test_an_empty_state_becomes_ours(store: ConversationStore, database: Database, start: str | None):
+async def test_an_empty_state_becomes_ours(store: ConversationStore, database: Database, start: str | None) -> None:
     put(database, start)
     assert await store.load(KEY) is None
     await store.save(KEY, RECORD)
@@ -96,14 +96,16 @@ async def test_an_empty_state_becomes_ours(store: ConversationStore, database: D
     assert await store.load(KEY) == RECORD
 
 
-async def test_each_save_shows_its_nested_values(store: ConversationStore, database: Database):
+async def test_each_save_shows_its_nested_values(store: ConversationStore, database: Database) -> None:
     for turn in range(5):
         record = SessionRecord(session_id=f"s{turn}", turns=turn, last_used_at=f"2026-01-0{turn + 1}T00:00:00Z")
         await store.save(KEY, record)
         assert read(database)["runtime_state"]["hermes"] == stored(record)
 
 
-async def test_a_row_that_somebody_else_wrote_keeps_everything_else(store: ConversationStore, database: Database):
+async def test_a_row_that_somebody_else_wrote_keeps_everything_else(
+    store: ConversationStore, database: Database
+) -> None:
     theirs = (
         '{"title": "T\\u00e9\\ud83d\\ude00", "big": 1180591620717411303424, "runtime": "jarvis", "deep": {"a": [null, '
         '{"b": null}]}, "float": 1e23, "tiny": 1.50, "runtime_state": {"jarvis": {"x": null, "hermes": 1}, "hermes": '
@@ -119,27 +121,29 @@ async def test_a_row_that_somebody_else_wrote_keeps_everything_else(store: Conve
     del before["runtime_state"]["hermes"]
     assert after == before
     if database.json_type != "jsonb":  # which sorts keys and writes numbers its own way
-        text = database.text_of_state("c1")
+        text = known(database.text_of_state("c1"))
         assert [key for key in after if key != "runtime_state"] == [key for key in before if key != "runtime_state"]
         assert "1e23" in text
         assert "1.50" in text
 
 
-async def test_what_no_float_can_hold_survives(store: ConversationStore, database: Database):
+async def test_what_no_float_can_hold_survives(store: ConversationStore, database: Database) -> None:
     put(database, '{"huge": 1e400, "digits": 0.1234567890123456789012345678901234567890}')
     await store.save(KEY, RECORD)
-    text = database.text_of_state("c1")
+    text = known(database.text_of_state("c1"))
     assert "0.1234567890123456789012345678901234567890" in text
     assert "1e400" in text or "1" + "0" * 400 in text
 
 
-async def test_what_only_one_database_takes_is_stored_equal_on_both(store: ConversationStore, database: Database):
+async def test_what_only_one_database_takes_is_stored_equal_on_both(
+    store: ConversationStore, database: Database
+) -> None:
     odd = SessionRecord(
         session_id="nul \0 half \ud83d whole 😀",
         last_error="\udc97 literal \\u0000 and \\\\u0000",
         restart_count=2**70,
         create_time=math.inf,
-        host=b"bytes",  # type: ignore[arg-type]
+        host=b"bytes",  # type: ignore[arg-type] # of no type that it may have
     )
     await store.save(KEY, odd)
     assert read(database)["runtime_state"]["hermes"] == {
@@ -175,7 +179,7 @@ documents = st.dictionaries(
 
 @given(theirs=documents, jarvis=documents, user=st.none() | st.sampled_from(USERS), raw=st.booleans())
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_other_key_stays_equal(database: Database, theirs: Any, jarvis: Any, user: str | None, raw: bool):
+def test_every_other_key_stays_equal(database: Database, theirs: Any, jarvis: Any, user: str | None, raw: bool) -> None:
     table = "CREATE TABLE IF NOT EXISTS conversation (id TEXT PRIMARY KEY, agent_state "
     database.sql(table + database.json_type + ")")
     theirs = {name: value for name, value in theirs.items() if name not in ("runtime", "runtime_state")}
@@ -215,7 +219,9 @@ def test_every_other_key_stays_equal(database: Database, theirs: Any, jarvis: An
         ('{"runtime_state": {"hermes": {"schema": 2, "session_id": {}}}}', "newer hermes-pool"),
     ],
 )
-async def test_what_is_no_object_is_left_as_it_is(store: ConversationStore, database: Database, state: str, word: str):
+async def test_what_is_no_object_is_left_as_it_is(
+    store: ConversationStore, database: Database, state: str, word: str
+) -> None:
     put(database, state)
     before = database.text_of_state("c1")
     with pytest.raises(StateNotWritableError, match=word) as caught:
@@ -229,7 +235,7 @@ async def test_what_is_no_object_is_left_as_it_is(store: ConversationStore, data
 
 
 @pytest.mark.parametrize("users", ["7", '{"ada": [1]}', '{"ada": {"schema": 9}}'])
-async def test_so_it_is_for_one_user(store: ConversationStore, database: Database, users: str):
+async def test_so_it_is_for_one_user(store: ConversationStore, database: Database, users: str) -> None:
     put(database, '{"runtime_state": {"hermes": {"users": ' + users + "}}}")
     before = database.text_of_state("c1")
     with pytest.raises(StateNotWritableError, match=r"runtime_state\.hermes\.users"):
@@ -238,11 +244,11 @@ async def test_so_it_is_for_one_user(store: ConversationStore, database: Databas
 
 
 @pytest.mark.parametrize("state", ["{", "", "{'a': 1}", '{"a": NaN}', '{"runtime_state":', b"\xff\xfe{}", "1e400x"])
-async def test_what_is_no_json_is_left_as_it_is(tmp_path: Path, state: str | bytes):
+async def test_what_is_no_json_is_left_as_it_is(tmp_path: Path, state: str | bytes) -> None:
     database = Database(f"sqlite:///{tmp_path}/jarvis.db", "TEXT")
     store = ConversationStore.from_url(database.url)
     await store.prepare()
-    put(database, state, "c1")  # type: ignore[arg-type]
+    put(database, state, "c1")
     put(database, "{}", "c2")
     before = database.sql("SELECT typeof(agent_state), CAST(agent_state AS BLOB) FROM conversation WHERE id = 'c1'")
     for attempt in (store.save(KEY, RECORD), store.load(KEY), store.set_runtime("c1", "jarvis")):
@@ -256,7 +262,7 @@ async def test_what_is_no_json_is_left_as_it_is(tmp_path: Path, state: str | byt
 
 
 @pytest.mark.parametrize("text", ['"\\u0000"', '"\\ud83d"', '"\\udc97"', '"\\\\\\u0000"'])
-async def test_postgresql_cannot_change_what_it_cannot_read(postgres_url: str, text: str):
+async def test_postgresql_cannot_change_what_it_cannot_read(postgres_url: str, text: str) -> None:
     database = Database(postgres_url, "json")
     database.sql("CREATE TABLE conversation (id TEXT PRIMARY KEY, agent_state json)")
     store = ConversationStore.from_url(postgres_url)
@@ -273,7 +279,7 @@ async def test_postgresql_cannot_change_what_it_cannot_read(postgres_url: str, t
 # --- users, and who answers ---
 
 
-async def test_sessions_of_users_lie_beside_each_other(store: ConversationStore, database: Database):
+async def test_sessions_of_users_lie_beside_each_other(store: ConversationStore, database: Database) -> None:
     await store.save(KEY, RECORD)
     for number, user in enumerate(USERS):
         await store.save(SessionKey("c1", user), SessionRecord(session_id=f"s{number}", pid=number))
@@ -282,11 +288,11 @@ async def test_sessions_of_users_lie_beside_each_other(store: ConversationStore,
         database.sql("UPDATE conversation SET agent_state = ?", json.dumps(read(database), ensure_ascii=ascii_only))
         for number, user in enumerate(USERS):
             key = SessionKey("c1", user)
-            assert (await store.load(key)).session_id == f"s{number}"
+            assert known(await store.load(key)).session_id == f"s{number}"
             await store.save(key, SessionRecord(session_id=f"s{number}", turns=number))
     users = read(database)["runtime_state"]["hermes"].pop("users")
     assert users == {user: stored(SessionRecord(session_id=f"s{n}", turns=n)) for n, user in enumerate(USERS)}
-    assert len(json.loads(database.text_of_state("c1"), object_pairs_hook=list)) == 2
+    assert len(json.loads(known(database.text_of_state("c1")), object_pairs_hook=list)) == 2
     assert await store.load(KEY) == RECORD
     assert {key.user_id for key, _ in await store.records()} == {None, *USERS}
     assert await store.load(SessionKey("c1", "nobody")) is None
@@ -305,14 +311,14 @@ async def test_sessions_of_users_lie_beside_each_other(store: ConversationStore,
 )
 async def test_a_first_turn_claims_the_conversation(
     store: ConversationStore, database: Database, start: str | None, turns: int, after: Any
-):
+) -> None:
     put(database, start)
     await store.save(KEY, SessionRecord(session_id="s", turns=turns))
     assert read(database).get("runtime") == after
     assert read(database)["runtime_state"]["hermes"]["turns"] == turns
 
 
-async def test_the_runtime_is_switched_and_nothing_else(store: ConversationStore, database: Database):
+async def test_the_runtime_is_switched_and_nothing_else(store: ConversationStore, database: Database) -> None:
     put(database, '{"a": {"b": null}, "runtime_state": {"hermes": "odd"}}')
     await store.set_runtime("c1", "hermes")
     await store.set_runtime("c1", "jarvis")
@@ -324,7 +330,7 @@ async def test_the_runtime_is_switched_and_nothing_else(store: ConversationStore
         await store.set_runtime("c3", "hermes")
 
 
-async def test_records_come_newest_first(store: ConversationStore, database: Database):
+async def test_records_come_newest_first(store: ConversationStore, database: Database) -> None:
     put(database, '{"runtime_state": {"hermes": {"users": {}}}}', "only users")
     put(database, '{"runtime_state": {"hermes": {"schema": 2, "status": "healthy"}}}', "newer")
     put(database, '{"runtime_state": {"hermes": {"status": "dormant"}}}', "x" * 600)
@@ -340,7 +346,7 @@ async def test_records_come_newest_first(store: ConversationStore, database: Dat
 # --- others write too ---
 
 
-async def test_two_writers_of_one_row_lose_nothing(store: ConversationStore, database: Database):
+async def test_two_writers_of_one_row_lose_nothing(store: ConversationStore, database: Database) -> None:
     put(database, '{"count": 0}')
     theirs = (
         "UPDATE conversation SET agent_state = json_set(agent_state, '$.count', "
@@ -367,13 +373,15 @@ async def test_two_writers_of_one_row_lose_nothing(store: ConversationStore, dat
     assert read(database)["runtime_state"]["hermes"]["turns"] == 299
 
 
-async def test_many_sessions_of_one_row_are_saved_at_once(store: ConversationStore):
+async def test_many_sessions_of_one_row_are_saved_at_once(store: ConversationStore) -> None:
     keys = [SessionKey("c1", f"user {number}") for number in range(40)]
     await asyncio.gather(*(store.save(key, SessionRecord(session_id=str(key.user_id))) for key in keys))
-    assert sorted(record.session_id for _, record in await store.records()) == sorted(str(key.user_id) for key in keys)
+    assert sorted(known(record.session_id) for _, record in await store.records()) == sorted(
+        str(key.user_id) for key in keys
+    )
 
 
-async def test_many_stores_make_one_table(database: Database):
+async def test_many_stores_make_one_table(database: Database) -> None:
     stores = [ConversationStore.from_url(database.url) for _ in range(8)]
     await asyncio.gather(*(store.prepare() for store in stores))
     await asyncio.gather(*(store.save(SessionKey(f"c{n}"), RECORD) for n, store in enumerate(stores)))
@@ -428,7 +436,7 @@ class Latency:
 
 
 @pytest.mark.parametrize("mode", ["WAL", "DELETE"])
-async def test_a_lock_of_three_seconds_delays_and_blocks_nobody_else(database: Database, mode: str):
+async def test_a_lock_of_three_seconds_delays_and_blocks_nobody_else(database: Database, mode: str) -> None:
     if not database.is_sqlite and mode == "DELETE":
         return  # a mode of SQLite's
     store = ConversationStore.from_url(database.url)
@@ -457,7 +465,7 @@ async def test_a_lock_of_three_seconds_delays_and_blocks_nobody_else(database: D
         engine.dispose()
 
 
-async def test_a_lock_that_outlasts_the_limit_is_an_error_in_time(store: ConversationStore, database: Database):
+async def test_a_lock_that_outlasts_the_limit_is_an_error_in_time(store: ConversationStore, database: Database) -> None:
     await store.save(KEY, RECORD)
     quick = ConversationStore.from_url(database.url, timeout_s=1)
     await quick.prepare()
@@ -471,7 +479,7 @@ async def test_a_lock_that_outlasts_the_limit_is_an_error_in_time(store: Convers
         assert await quick.load(KEY) == RECORD  # readers do not wait
         let_go()
     await quick.save(KEY, SessionRecord(session_id="again"))
-    assert (await quick.load(KEY)).session_id == "again"
+    assert known(await quick.load(KEY)).session_id == "again"
     await quick.close()
 
 
@@ -493,7 +501,9 @@ def hanging(tmp_path: Path) -> Iterator[tuple[sa.Engine, threading.Event]]:
     engine.dispose()
 
 
-async def test_a_thread_that_hangs_holds_up_neither_its_caller_nor_close(hanging: tuple[sa.Engine, threading.Event]):
+async def test_a_thread_that_hangs_holds_up_neither_its_caller_nor_close(
+    hanging: tuple[sa.Engine, threading.Event],
+) -> None:
     engine, go_on = hanging
     store = ConversationStore(engine, create_rows=True, timeout_s=0.2)
     await until(lambda: not our_threads(), "the threads of earlier tests have ended")
@@ -512,7 +522,7 @@ async def test_a_thread_that_hangs_holds_up_neither_its_caller_nor_close(hanging
         assert not thread.is_alive()
 
 
-async def test_a_write_whose_caller_gave_up_does_not_happen_later(store: ConversationStore, database: Database):
+async def test_a_write_whose_caller_gave_up_does_not_happen_later(store: ConversationStore, database: Database) -> None:
     await store.save(KEY, RECORD)
     engine = sa.create_engine(database.url.replace("postgresql:", "postgresql+psycopg:"))
     go_on = threading.Event()
@@ -529,7 +539,7 @@ async def test_a_write_whose_caller_gave_up_does_not_happen_later(store: Convers
     engine.dispose()
 
 
-def test_a_thread_that_hangs_does_not_keep_the_interpreter(tmp_path: Path):
+def test_a_thread_that_hangs_does_not_keep_the_interpreter(tmp_path: Path) -> None:
     program = """
         import asyncio, sys, threading
         import sqlalchemy as sa
@@ -555,7 +565,7 @@ def test_a_thread_that_hangs_does_not_keep_the_interpreter(tmp_path: Path):
     assert (result.returncode, result.stdout) == (0, "in time\n"), result.stderr
 
 
-async def test_a_cancelled_save_leaves_the_store_usable(hanging: tuple[sa.Engine, threading.Event]):
+async def test_a_cancelled_save_leaves_the_store_usable(hanging: tuple[sa.Engine, threading.Event]) -> None:
     engine, go_on = hanging
     store = ConversationStore(engine, create_rows=True, timeout_s=5)
     tasks = [asyncio.create_task(store.load(KEY)) for _ in range(6)]
@@ -576,7 +586,7 @@ async def test_a_cancelled_save_leaves_the_store_usable(hanging: tuple[sa.Engine
     "url",
     ["postgresql://ada:s3cret@127.0.0.1:1/db", "sqlite:////proc/no/such/folder/s3cret.db", "sqlite:////proc/s3cret"],
 )
-async def test_a_database_that_is_not_there_is_an_error_of_ours_without_secrets(url: str):
+async def test_a_database_that_is_not_there_is_an_error_of_ours_without_secrets(url: str) -> None:
     store = ConversationStore.from_url(url, timeout_s=5)
     with pytest.raises(StoreError) as caught:
         await store.save(KEY, RECORD)
@@ -586,7 +596,7 @@ async def test_a_database_that_is_not_there_is_an_error_of_ours_without_secrets(
     await store.close()
 
 
-async def test_the_password_is_in_no_message(postgres_url: str):
+async def test_the_password_is_in_no_message(postgres_url: str) -> None:
     store = ConversationStore.from_url(sa.make_url(postgres_url).set(password="no_such_table", username="postgres"))
     store._engine = sa.create_engine(sa.make_url(postgres_url).set(drivername="postgresql+psycopg"))
     store._sql = type(store._sql)("no_such_table", "id", "agent_state")
@@ -608,7 +618,9 @@ def own_model(json_type: str) -> Any:
         key: str = Field(sa_column=sa.Column("talk:id %", sa.String(100), primary_key=True))
         title: str
         revision: int
-        state: dict | None = Field(sa_column=sa.Column("the state", JSONB if json_type == "jsonb" else sa.JSON))
+        state: dict[str, Any] | None = Field(
+            sa_column=sa.Column("the state", JSONB if json_type == "jsonb" else sa.JSON)
+        )
 
     return Talk
 
@@ -632,7 +644,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("names", [("key", "state"), ("talk:id %", "the state")])
-async def test_a_table_of_jarvis_with_its_own_names(database: Database, names: tuple[str, str]):
+async def test_a_table_of_jarvis_with_its_own_names(database: Database, names: tuple[str, str]) -> None:
     Talk = own_model(database.json_type)  # noqa: N806 - it is a class
     engine = sa.create_engine(database.url.replace("postgresql:", "postgresql+psycopg:"))
     Talk.metadata.create_all(engine)
@@ -650,7 +662,7 @@ async def test_a_table_of_jarvis_with_its_own_names(database: Database, names: t
     engine.dispose()
 
 
-async def test_an_async_engine_of_jarvis(database: Database):
+async def test_an_async_engine_of_jarvis(database: Database) -> None:
     from sqlalchemy.ext.asyncio import create_async_engine
 
     database.sql(f"CREATE TABLE conversation (id TEXT PRIMARY KEY, agent_state {database.json_type})")
@@ -682,7 +694,7 @@ async def test_an_async_engine_of_jarvis(database: Database):
     await engine.dispose()
 
 
-async def test_the_loop_goes_on_during_the_first_use(tmp_path: Path, postgres_url: str):
+async def test_the_loop_goes_on_during_the_first_use(tmp_path: Path, postgres_url: str) -> None:
     for url in (f"sqlite:///{tmp_path}/new/folder/pool.db", postgres_url):
         latency = Latency()
         store = ConversationStore.from_url(url)
@@ -692,7 +704,7 @@ async def test_the_loop_goes_on_during_the_first_use(tmp_path: Path, postgres_ur
     assert (tmp_path / "new/folder").stat().st_mode & 0o777 == 0o700
 
 
-def test_operations_run_on_other_threads_than_the_loops(tmp_path: Path):
+def test_operations_run_on_other_threads_than_the_loops(tmp_path: Path) -> None:
     engine = sa.create_engine(f"sqlite:///{tmp_path}/pool.db")
     seen: set[str] = set()
     sa.event.listen(engine, "before_cursor_execute", lambda *_: seen.add(threading.current_thread().name))
@@ -710,5 +722,16 @@ def test_operations_run_on_other_threads_than_the_loops(tmp_path: Path):
     engine.dispose()
 
 
-def test_sqlite_itself_is_new_enough_for_these_tests():
+def test_sqlite_itself_is_new_enough_for_these_tests() -> None:
     assert sqlite3.sqlite_version_info >= (3, 35)
+
+
+def test_it_is_imported_without_greenlet_and_without_a_driver() -> None:
+    program = """if True:
+        import sys
+        sys.modules["greenlet"] = None  # as if it were not installed
+        import hermes_pool.storage.store
+        sys.exit(len({"psycopg", "aiosqlite"} & set(sys.modules)))
+    """
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr

@@ -8,10 +8,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import OpenPool, alive, until
 
 from hermes_pool import HermesSessionManager, RestartPolicy, WorkerCrashedError
 from hermes_pool.system import processes
+from tests.support import OpenPool, alive, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 
@@ -128,7 +128,7 @@ async def test_a_changed_file_brings_a_new_zygote(open_pool: OpenPool, tmp_path:
 
     async def renewed() -> bool:
         await pool.stop("c")
-        return (await ask(pool, "c", "process"))["preloaded_by"] != first["preloaded_by"]
+        return bool((await ask(pool, "c", "process"))["preloaded_by"] != first["preloaded_by"])
 
     await until(renewed, "a new zygote")
     assert (await ask(pool, "a", "process"))["pid"] == first["pid"]

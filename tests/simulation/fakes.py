@@ -18,27 +18,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from histories import CONVERSATIONS, Birth, History, Op, Rules, Say
-from world import (
-    BREATH_S,
-    CLOSE_GRACE_S,
-    EXITS_S,
-    IDLE_TIMEOUT_S,
-    LONG_QUESTION_S,
-    LOOK_S,
-    PAUSE_S,
-    PROGRESS_TIMEOUT_S,
-    QUESTION_S,
-    START_TIMEOUT_S,
-    TERM_GRACE_S,
-    TURN_TIMEOUT_S,
-    WAIT_TIMEOUT_S,
-    Call,
-    HandOver,
-    World,
-    now,
-)  # fmt: skip
-
 from hermes_pool import (
     HermesPoolError,
     HermesSessionManager,
@@ -69,6 +48,26 @@ from hermes_pool.storage.record import SessionRecord
 from hermes_pool.system import processes
 from hermes_pool_worker import wire
 from hermes_pool_worker.contract import EXIT_UNUSABLE
+from tests.simulation.histories import CONVERSATIONS, Birth, History, Op, Rules, Say
+from tests.simulation.world import (
+    BREATH_S,
+    CLOSE_GRACE_S,
+    EXITS_S,
+    IDLE_TIMEOUT_S,
+    LONG_QUESTION_S,
+    LOOK_S,
+    PAUSE_S,
+    PROGRESS_TIMEOUT_S,
+    QUESTION_S,
+    START_TIMEOUT_S,
+    TERM_GRACE_S,
+    TURN_TIMEOUT_S,
+    WAIT_TIMEOUT_S,
+    Call,
+    HandOver,
+    World,
+    now,
+)  # fmt: skip
 
 DRAIN_S = 2.5
 """How long a drain may take beyond its deadline, to stop what is left."""
@@ -410,7 +409,7 @@ class FakeConnection:
         there, self._to_host = self._to_host, deque()
         for message in there:
             self.asked_at = None
-            if isinstance(message, wire.TurnMessage):
+            if isinstance(message, wire.TurnFrame):
                 self._world.tell(f"{self} told: {message}")
                 self._note_heard(message)
                 self.listener.connection_heard(message)
@@ -643,7 +642,7 @@ class FakeConnection:
         self._dead.set()
         if self._step_done is not None and not self._step_done.done():
             self._step_done.set_exception(self._died_early("?"))
-        self.listener.connection_died(self, self.death)  # type: ignore[arg-type]
+        self.listener.connection_died(self, self.death)  # type: ignore[arg-type] # a fake
 
 
 # --- where workers come from ------------------------------------------------------------------------------------------
@@ -733,7 +732,7 @@ class FakeFactory:
             birth = self._birth(conversation)
             connection = FakeConnection(self._world, conversation, listener, birth)
             self._world.tell(f"{connection} is started: {birth}")
-            listener.connection_begun(connection)  # type: ignore[arg-type]
+            listener.connection_begun(connection)  # type: ignore[arg-type] # a fake
             try:
                 await connection.launch(deadline)
                 await connection.open(asked, deadline)
@@ -864,7 +863,7 @@ class Pool:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._manager = HermesSessionManager(settings_for(world.rules), store=FakeStore(world))  # type: ignore[arg-type]
+        self._manager = HermesSessionManager(settings_for(world.rules), store=FakeStore(world))  # type: ignore[arg-type] # a fake
         self._tasks: set[asyncio.Task[None]] = set()
         self._texts: Counter[str] = Counter()
         self._last_text: dict[str, str] = {}

@@ -211,14 +211,14 @@ def step_from(choose: Choose) -> Step:
             return Pass(choose(_TIMES))
         case "worker":
             befalls = ("crashes", "crashes", "is_killed", "exits", "freezes", "sends_stray", "finishes_job")
-            return ToWorker(choose(_CONVERSATIONS), choose(befalls))  # type: ignore[arg-type]
+            return ToWorker(choose(_CONVERSATIONS), choose(befalls))  # type: ignore[arg-type] # one of its literals
         case "birth":
             return NextBirth(_birth_from(choose))
         case "caller":
             return ToCaller(choose((0, 1, 2)), choose(("turn_is_cancelled", "task_is_cancelled")))
         case "conversation":
             acts = ("stop", "recycle", "recycle", "stop", "reset", "release", "kill_for", "replace_stuck", "ask")
-            return Operate(choose(_CONVERSATIONS), choose(acts))  # type: ignore[arg-type]
+            return Operate(choose(_CONVERSATIONS), choose(acts))  # type: ignore[arg-type] # one of its literals
         case "pool":
             return OperatePool(
                 choose(("pause", "resume", "pause", "resume", "drain", "drain_now", "reset", "shrink", "grow", "close"))

@@ -1,8 +1,5 @@
 """What each caller was told, against what its workers did: judged when the caller has its answer."""
 
-from histories import CONVERSATIONS
-from world import OBEYS_S, PROGRESS_TIMEOUT_S, START_TIMEOUT_S, TURN_TIMEOUT_S, WAIT_TIMEOUT_S, Call, HandOver, World
-
 from hermes_pool import (
     AgentFailedError,
     ConversationBusyError,
@@ -27,6 +24,17 @@ from hermes_pool import (
     WorkerUnusableError,
 )
 from hermes_pool_worker import wire
+from tests.simulation.histories import CONVERSATIONS
+from tests.simulation.world import (
+    OBEYS_S,
+    PROGRESS_TIMEOUT_S,
+    START_TIMEOUT_S,
+    TURN_TIMEOUT_S,
+    WAIT_TIMEOUT_S,
+    Call,
+    HandOver,
+    World,
+)
 
 SLACK_S = 2.0
 """For the rungs of a stop, and looks on the way."""

@@ -13,9 +13,13 @@ import random
 from typing import assert_never
 
 import pytest
-import virtual_time
-from fakes import KEYS, Pool, outside_replaced, story_of
-from histories import (
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from hermes_pool import Reply
+from tests import virtual_time
+from tests.simulation.fakes import KEYS, Pool, outside_replaced, story_of
+from tests.simulation.histories import (
     CONVERSATIONS,
     History,
     NextBirth,
@@ -32,12 +36,8 @@ from histories import (
     rules_from,
     step_from,
 )
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-from judging import judge
-from world import IDLE_TIMEOUT_S, World, now
-
-from hermes_pool import Reply
+from tests.simulation.judging import judge
+from tests.simulation.world import IDLE_TIMEOUT_S, World, now
 
 ALL_ANSWERED_S = 60.0
 """Beyond all limits of all callers in line together."""

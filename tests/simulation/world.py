@@ -10,14 +10,13 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from histories import Birth, Rules, Say, StoreMode
-
 from hermes_pool import HermesPoolError, Reply, Turn
 from hermes_pool.storage.record import SessionRecord
 from hermes_pool_worker import wire
+from tests.simulation.histories import Birth, Rules, Say, StoreMode
 
 if TYPE_CHECKING:
-    from fakes import FakeConnection
+    from tests.simulation.fakes import FakeConnection
 
 TURN_TIMEOUT_S = 4.0
 PROGRESS_TIMEOUT_S = 1.5

@@ -8,6 +8,7 @@ import pkgutil
 import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,13 +79,15 @@ def state_of(error: HermesPoolError) -> dict[str, Any]:
     return {name: getattr(error, name) for name in public if name != "args"}
 
 
+def pickled(protocol: int, error: HermesPoolError) -> HermesPoolError:
+    again: HermesPoolError = pickle.loads(pickle.dumps(error, protocol))
+    return again
+
+
 COPIES: dict[str, Callable[[HermesPoolError], HermesPoolError]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    **{
-        f"pickle {protocol}": lambda error, protocol=protocol: pickle.loads(pickle.dumps(error, protocol))
-        for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
-    },
+    **{f"pickle {protocol}": partial(pickled, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)},
 }
 
 

@@ -4,7 +4,7 @@ import sys
 
 from hermes_pool_worker import wire
 
-decoder = wire.FrameDecoder(wire.ToWorker)
+decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker)
 os.write(1, wire.encode(wire.Hello(wire.PROTOCOL, os.getpid(), "raw", {})))
 while data := os.read(0, 65536):
     for message in decoder.feed(data):

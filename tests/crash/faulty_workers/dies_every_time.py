@@ -3,11 +3,12 @@ import signal
 import sys
 from pathlib import Path
 
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         if text.startswith("die by "):
             with Path("attempts").open("a") as attempts:
                 print(turn.turn_id, turn.attempt, file=attempts)

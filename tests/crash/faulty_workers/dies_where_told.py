@@ -1,12 +1,15 @@
 import os
 import signal
+from collections.abc import Callable
+from typing import Any
 
 from hermes_pool_worker import wire, zygote
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 from hermes_pool_worker.sender import FrameSender
 
 
-def send(plain, own, message, *more):
+def send(plain: Callable[..., None], own: Any, message: wire.Message, *more: Any) -> None:
     for when in ("before", "inside", "after"):
         orders = [f"{when} {type(message).__name__}{times}" for times in ("", " again", " and again")]
         told = next(filter(os.path.exists, orders), None)
@@ -24,7 +27,7 @@ for owner, name in ((FrameSender, "send"), (FrameSender, "send_piece"), (zygote,
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         if text == "use a tool":
             turn.tool_started("call-1", "hammer", "nail")
             print(turn.turn_id, turn.attempt, file=open("effects", "a"))  # noqa: SIM115 - closed with its last use

@@ -1,6 +1,7 @@
 import os
 import signal
 
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 FLOODS = {
@@ -11,7 +12,7 @@ FLOODS = {
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         kind, _, end = text.partition("/")
         flood = memoryview(FLOODS[kind])
         while flood:

@@ -2,12 +2,12 @@ import ctypes
 import resource
 import time
 
-from hermes_pool_worker.agent import Outcome
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         match text.split():
             case ["deadlock"]:  # in C, and no signal interrupts it
                 mutex = ctypes.create_string_buffer(64)

@@ -1,17 +1,17 @@
 import signal
 from pathlib import Path
 
-from hermes_pool_worker.agent import Outcome
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 
-def mark(what):
+def mark(what: str) -> None:
     with Path("marks").open("a") as marks:
         print(what, file=marks)
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         if text == "wait":
             for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCONT):
                 signal.signal(number, lambda number, _: mark(signal.Signals(number).name))
@@ -21,5 +21,5 @@ class Agent(EchoAgent):
             return Outcome("", "interrupted")
         return super().turn(text, turn)
 
-    def close(self):
+    def close(self) -> None:
         mark("closed")

@@ -1,12 +1,12 @@
 import gc
 
-from hermes_pool_worker.agent import Outcome
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 from hermes_pool_worker.loop import Worker
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         if text.startswith("read no more"):
             (worker,) = [each for each in gc.get_objects() if type(each) is Worker]
             worker._reading.acquire()

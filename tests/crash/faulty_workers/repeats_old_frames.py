@@ -2,7 +2,7 @@ import os
 
 from hermes_pool_worker import wire
 
-decoder = wire.FrameDecoder(wire.ToWorker)
+decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker)
 hello = wire.encode(wire.Hello(wire.PROTOCOL, os.getpid(), "raw", {}))
 os.write(1, hello + hello)
 old = bytearray()

@@ -5,7 +5,7 @@ from hermes_pool_worker import wire
 
 with Path("starts").open("a") as starts:
     print(os.getpid(), file=starts)
-decoder = wire.FrameDecoder(wire.ToWorker)
+decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker)
 os.write(1, wire.encode(wire.Hello(wire.PROTOCOL, os.getpid(), "raw", {})))
 while data := os.read(0, 65536):
     for message in decoder.feed(data):

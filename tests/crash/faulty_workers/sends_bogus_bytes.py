@@ -3,11 +3,11 @@ import os
 from hermes_pool_worker import wire
 
 
-def send(message):
+def send(message: wire.FromWorker) -> None:
     os.write(1, wire.encode(message))
 
 
-decoder = wire.FrameDecoder(wire.ToWorker)
+decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker)
 send(wire.Hello(wire.PROTOCOL, os.getpid(), "raw", {}))
 while data := os.read(0, 65536):
     for message in decoder.feed(data):

@@ -1,12 +1,12 @@
 import os
 from pathlib import Path
 
-from hermes_pool_worker.agent import AgentError, Outcome
+from hermes_pool_worker.agent import AgentError, Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         bad = "half \udc97 of \ud83d an emoji"
         if text == "in the error":
             raise AgentError("bad_text", bad)

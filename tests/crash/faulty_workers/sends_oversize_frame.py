@@ -3,13 +3,13 @@ import os
 from hermes_pool_worker import wire
 
 
-def send(message):
+def send(message: wire.FromWorker) -> None:
     frame = memoryview(wire.encode(message, 2**32 - 1))
     while frame:
         frame = frame[os.write(1, frame) :]
 
 
-decoder = wire.FrameDecoder(wire.ToWorker)
+decoder: wire.FrameDecoder[wire.ToWorker] = wire.FrameDecoder(wire.ToWorker)
 send(wire.Hello(wire.PROTOCOL, os.getpid(), "raw", {}))
 while data := os.read(0, 65536):
     for message in decoder.feed(data):

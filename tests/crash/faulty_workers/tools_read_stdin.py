@@ -2,12 +2,12 @@ import json
 import subprocess
 import time
 
-from hermes_pool_worker.agent import Outcome
+from hermes_pool_worker.agent import Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 
 
 class Agent(EchoAgent):
-    def turn(self, text, turn):
+    def turn(self, text: str, turn: RunningTurn) -> Outcome:
         turn.status("tools begin")
         seconds = []
         for command in (["head", "-c", "200"], ["sh", "-c", "cat >/dev/null"], ["sh", "-c", "echo noise"]):

@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from hermes_pool_worker.agent import Open, Opened, Outcome, RunningTurn
 
@@ -13,7 +14,7 @@ preloaded_by = None
 remembered: list[str] = []
 
 
-def preload(options: dict) -> list[str]:
+def preload(options: dict[str, Any]) -> list[str]:
     global preloaded_by
     preloaded_by = os.getpid()
     os.environ["SET_BY_PRELOAD"] = "yes"
@@ -28,7 +29,7 @@ def preload(options: dict) -> list[str]:
 
 
 class Agent:
-    def prepare(self, options: dict) -> list[str]:
+    def prepare(self, options: dict[str, Any]) -> list[str]:
         self.prepared = True
         return [options["watched"]] if "watched" in options else []
 
@@ -38,6 +39,7 @@ class Agent:
 
     def turn(self, text: str, turn: RunningTurn) -> Outcome:
         remembered.append(text)
+        reply: object
         match text:
             case "env":
                 reply = dict(os.environ)

@@ -2,17 +2,15 @@
 
 import dataclasses
 import io
-import json
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from hermes_pool.cli import chat, render, view
+from hermes_pool.cli import render
 from hermes_pool.crash_report import DeathReport
-from hermes_pool.settings import PoolSettings
 from hermes_pool.snapshot import BreakerSnapshot, PoolSnapshot, SessionSnapshot
+from tests.support import known
 
 HOSTILE = "a\x1b[31mred\x07\r\n\u202egnp.exe\ud800\0"
 FULL = SessionSnapshot(
@@ -75,8 +73,8 @@ def test_the_plain_table_is_complete_and_aligned() -> None:
         [render._cells(FULL), render._cells(SessionSnapshot(conversation_id="c", state="idle"))]
     ).split("\n")
     assert FULL.conversation_id in lines[1]
-    assert lines[1].endswith(FULL.last_error)
-    assert lines[0].index("SESSION") == lines[1].index(FULL.session_id)
+    assert lines[1].endswith(known(FULL.last_error))
+    assert lines[0].index("SESSION") == lines[1].index(known(FULL.session_id))
     assert lines[2].split() == ["c", "-", "-", "idle", "-", "-", "-", "-", "0", "0", "-"]
 
 
@@ -99,7 +97,7 @@ def test_jobs_are_counted_in_the_state_and_are_no_trouble(health: str, colour: s
 
 
 @pytest.mark.parametrize(("last_error", "told"), [(None, ""), ("it failed", "; it failed")])
-def test_quarantined_messages_are_told_before_the_last_error(last_error, told) -> None:
+def test_quarantined_messages_are_told_before_the_last_error(last_error: str | None, told: str) -> None:
     row = SessionSnapshot(conversation_id="c", state="idle", quarantined=("0a1b", "2c3d"), last_error=last_error)
     assert render._cells(row)[-1] == f"quarantined: 0a1b, 2c3d{told}"
 
@@ -114,11 +112,16 @@ def test_quarantined_messages_are_told_before_the_last_error(last_error, told) -
         (("half_open", 5.0, "no python"), "; worker starts have failed and are being retried: no python"),
     ],
 )
-def test_the_head_line_tells_of_starts_only_where_they_fail(starts, told) -> None:
+def test_the_head_line_tells_of_starts_only_where_they_fail(
+    starts: tuple[str, float | None, str | None] | None, told: str
+) -> None:
+    breaker = None
     if starts is not None:
         state, retry_after_s, error = starts
-        starts = BreakerSnapshot(state=state, failures=3, failures_max=3, retry_after_s=retry_after_s, last_error=error)
-    pool = PoolSnapshot(state="open", workers=1, workers_max=64, starts=starts)
+        breaker = BreakerSnapshot(
+            state=state, failures=3, failures_max=3, retry_after_s=retry_after_s, last_error=error
+        )
+    pool = PoolSnapshot(state="open", workers=1, workers_max=64, starts=breaker)
     assert render.headline(pool) == f"open: 1 of 64 workers{told}"
 
 
@@ -222,14 +225,14 @@ def test_the_table_of_deaths_fits_the_terminal(width: int) -> None:
         (1e9, "11574d"),
     ],
 )
-def test_durations(seconds, text) -> None:
+def test_durations(seconds: float | None, text: str) -> None:
     assert render.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(None, "-"), (0, "0B"), (999, "999B"), (10_240, "10K"), (5 << 20, "5.0M"), (1 << 50, "1024T")]
 )
-def test_sizes(count, text) -> None:
+def test_sizes(count: int | None, text: str) -> None:
     assert render.size(count) == text
 
 
@@ -240,32 +243,8 @@ def test_every_duration_and_size_is_short() -> None:
 
 @pytest.mark.parametrize("text", ["conversation-0123456789", "会話" * 20, "é" * 50, "ab"])
 @pytest.mark.parametrize("cells", [3, 6, 7, 20])
-def test_shortened_ids_fit_and_keep_both_ends(text, cells) -> None:
+def test_shortened_ids_fit_and_keep_both_ends(text: str, cells: int) -> None:
     short = render.shortened(text, cells)
     assert cell_len(short) <= cells
     if cells >= 6:
         assert short == text or (short[0] == text[0] and short[-1] == text[-1])
-
-
-# --- the rest ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_object_of_ps_has_every_field_and_is_plain_ascii() -> None:
-    row = dataclasses.replace(FULL, conversation_id=HOSTILE)
-    text = json.dumps(view.View("stored", [view.Supervisor(1, problem="x")], [row]).as_object())
-    assert text.isascii()
-    assert set(json.loads(text)["sessions"][0]) == {field.name for field in dataclasses.fields(SessionSnapshot)}
-
-
-def test_a_database_that_is_not_there_is_nothing_stored(tmp_path: Path) -> None:
-    assert view.stored_sessions(PoolSettings(state_dir=tmp_path / "none")) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "free", "chosen"),
-    [("2", False, "deny"), ("ONCE", False, "once"), ("3", False, None), ("", False, None), ("maybe", True, "maybe"),
-     ("", True, None), ("\u00b2", False, None)],
-)  # fmt: skip
-def test_a_choice_is_made_by_number_or_word(line, free, chosen) -> None:
-    assert chat.parse_choice(line, ["once", "deny"], free=free) == chosen

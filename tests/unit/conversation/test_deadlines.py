@@ -1,11 +1,12 @@
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
-import virtual_time
 
 from hermes_pool import Timeouts, TurnCancelledError
 from hermes_pool.conversation.active_turn import ActiveTurn
-from hermes_pool.conversation.deadlines import TurnDeadlines
+from hermes_pool.conversation.deadlines import Limit, TurnDeadlines
+from tests import virtual_time
 
 TIMEOUTS = Timeouts(turn_s=1800, progress_s=600)
 
@@ -16,11 +17,11 @@ def new_turn(name: str = "t") -> ActiveTurn:
     return turn
 
 
-async def watched(turn_work: object) -> list[tuple[str, str, float]]:
+async def watched(turn_work: Callable[[TurnDeadlines], Awaitable[None]]) -> list[tuple[str, Limit, float]]:
     loop = asyncio.get_running_loop()
     began, how = loop.time(), []
     deadlines = TurnDeadlines(TIMEOUTS, lambda turn, limit, _: how.append((turn.turn_id, limit, loop.time() - began)))
-    await turn_work(deadlines)  # type: ignore[operator]
+    await turn_work(deadlines)
     deadlines.stop()
     return how
 
@@ -85,6 +86,6 @@ def test_one_timer_serves_many_turns() -> None:
             turn = new_turn()
             deadlines.watch(turn)
             turn.settle(TurnCancelledError("over"))
-        assert len(loop._scheduled) == 1  # type: ignore[attr-defined]
+        assert len(loop._scheduled) == 1  # type: ignore[attr-defined] # asyncio's own list of timers
 
     assert virtual_time.run(watched(work)) == []

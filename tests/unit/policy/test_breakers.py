@@ -1,6 +1,5 @@
 import asyncio
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,14 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_pool import (
-    HermesPoolError,
-    MessageQuarantinedError,
     NoCapacityError,
     PoolUnavailableError,
     PoolUnusableError,
     RestartBackoffError,
     RestartPolicy,
-    SettingsError,
     StartPolicy,
     StoreError,
     WorkerStartError,
@@ -24,8 +20,8 @@ from hermes_pool import (
     WorkerUnusableError,
 )
 from hermes_pool.policy.breakers import RestartBudget, StartBreaker, backoff_s
-from hermes_pool.policy.quarantine import QUARANTINE_KEPT, Quarantine
-from hermes_pool.snapshot import BreakerSnapshot, KillerSnapshot
+from hermes_pool.snapshot import BreakerSnapshot
+from tests.support import refused
 
 RESTARTS = RestartPolicy(deaths_in_window_max=3, window_s=100, backoff_s=1, quarantine_after=2)
 STARTS = StartPolicy(failures_max=3, probe_s=10)
@@ -49,15 +45,6 @@ def clock() -> Clock:
     return Clock()
 
 
-def refused(check: Callable[..., None], *arguments: Any) -> Any:
-    """Return the error with which something is refused, or ``None`` where it is let in."""
-    try:
-        check(*arguments)
-    except HermesPoolError as error:
-        return error
-    return None
-
-
 # --- the delays ---
 
 
@@ -78,29 +65,6 @@ def test_a_back_off_is_over_0_and_never_longer_than_its_limit(
     delay_s = backoff_s(first_s, first_s * factor, times_before, lambda: jitter)
     assert first_s / 2 <= delay_s <= first_s * factor
     assert delay_s <= backoff_s(first_s, first_s * factor, times_before + 1, lambda: jitter)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"deaths_in_window_max": 0},
-        {"window_s": 0},
-        {"backoff_s": 0},
-        {"backoff_s": 61},
-        {"backoff_s": float("nan")},
-        {"quarantine_after": -1},
-    ],
-    ids=str,
-)
-def test_a_policy_of_restarts_that_makes_no_sense_is_refused_and_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match=f"restarts.{next(iter(wrong))}"):
-        RestartPolicy(**wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"failures_max": 0}, {"probe_s": -1}, {"probe_s": 121}], ids=str)
-def test_a_policy_of_starts_that_makes_no_sense_is_refused_and_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match=f"starts.{next(iter(wrong))}"):
-        StartPolicy(**wrong)
 
 
 # --- the restart budget ---
@@ -222,7 +186,7 @@ def test_a_budget_never_delays_the_first_deaths_and_never_shuts_out_for_good(
             restarts.note_completed()
             since_completed = 0
         else:
-            clock.now += happening
+            clock.now += float(happening)
         seen, error = restarts.snapshot(), refused(restarts.check)
         assert (seen.state == "open") == (error is not None) == (seen.retry_after_s is not None)
         assert seen.failures <= min(since_completed, 4)
@@ -235,118 +199,6 @@ def test_a_budget_never_delays_the_first_deaths_and_never_shuts_out_for_good(
             assert restarts.snapshot().state == "half_open"
             assert refused(restarts.check) is None
             clock.now = now
-
-
-# --- the quarantine ---
-
-
-def test_a_message_that_has_killed_twice_is_refused_and_any_other_is_not() -> None:
-    quarantine = Quarantine(RESTARTS, conversation_id="c")
-    quarantine.note_death("kill")
-    assert refused(quarantine.check, "kill") is None
-    quarantine.note_death("kill")
-    error = refused(quarantine.check, "kill")
-    assert type(error) is MessageQuarantinedError
-    assert (error.deaths, error.retryable, error.conversation_id) == (2, False, "c")
-    assert "2 workers" in str(error)
-    assert f"release it (fingerprint {error.fingerprint})" in str(error)
-    for other in ("", "kilL", "kill ", "KILL", "llik"):
-        assert refused(quarantine.check, other) is None
-    assert quarantine.snapshot() == (KillerSnapshot(fingerprint=error.fingerprint, deaths=2, quarantined=True),)
-
-
-@pytest.mark.parametrize("way", ["completed", "release", "reset"])
-def test_a_quarantined_message_is_let_in_again_as_if_it_had_never_killed(way: str) -> None:
-    quarantine = Quarantine(RESTARTS)
-    for _ in range(2):
-        quarantine.note_death("kill")
-    fingerprint = refused(quarantine.check, "kill").fingerprint
-    match way:
-        case "completed":
-            quarantine.note_completed("kill")
-        case "release":
-            assert quarantine.release(fingerprint)
-            assert not quarantine.release(fingerprint)
-        case "reset":
-            quarantine.reset()
-    assert quarantine.snapshot() == ()
-    quarantine.note_death("kill")
-    assert refused(quarantine.check, "kill") is None
-
-
-def test_the_completed_turn_of_another_message_clears_nothing() -> None:
-    quarantine = Quarantine(RESTARTS)
-    for _ in range(2):
-        quarantine.note_death("kill")
-    quarantine.note_completed("fine")
-    quarantine.note_completed("llik")
-    assert refused(quarantine.check, "kill") is not None
-
-
-def test_a_text_that_cannot_be_encoded_is_a_message_as_any_other() -> None:
-    quarantine = Quarantine(RESTARTS)
-    for _ in range(2):
-        quarantine.note_death("half \ud83d")
-    assert refused(quarantine.check, "half \ud83d") is not None
-    assert refused(quarantine.check, "half \ud83e") is None
-
-
-def test_nothing_of_the_text_is_kept_or_told() -> None:
-    quarantine = Quarantine(RESTARTS)
-    secret = "open sesame"
-    for _ in range(2):
-        quarantine.note_death(secret)
-    with pytest.raises(MessageQuarantinedError) as caught:
-        quarantine.check(secret)
-    told = "".join(traceback.format_exception_only(caught.value)) + repr(vars(caught.value))
-    assert "sesame" not in told + repr(quarantine.snapshot()) + repr(vars(quarantine))
-
-
-def test_the_latest_killers_are_remembered_and_the_oldest_is_forgotten() -> None:
-    quarantine = Quarantine(RESTARTS)
-    for _ in range(2):
-        quarantine.note_death("first")
-    for number in range(QUARANTINE_KEPT - 1):
-        quarantine.note_death(f"other {number}")
-    quarantine.note_death("first")  # now it is the latest
-    for number in range(QUARANTINE_KEPT - 1):
-        quarantine.note_death(f"another {number}")
-    assert refused(quarantine.check, "first").deaths == 3
-    quarantine.note_death("one more")
-    assert refused(quarantine.check, "first") is None
-    assert len(quarantine.snapshot()) == QUARANTINE_KEPT
-
-
-@pytest.mark.parametrize(("after", "refused_at"), [(0, None), (1, 1), (3, 3)])
-def test_how_many_deaths_it_takes_is_a_setting(after: int, refused_at: int | None) -> None:
-    quarantine = Quarantine(RestartPolicy(quarantine_after=after))
-    for number in range(1, 6):
-        quarantine.note_death("kill")
-        if refused_at is None or number < refused_at:
-            assert refused(quarantine.check, "kill") is None
-        else:
-            assert refused(quarantine.check, "kill").deaths == number
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(["death", "completed"]), st.sampled_from(["a", "b", "aa", ""])), max_size=40)
-)  # fmt: skip
-def test_a_quarantine_knows_of_each_message_its_deaths_since_it_was_last_completed(
-    happenings: list[tuple[str, str]],
-) -> None:
-    quarantine = Quarantine(RESTARTS)
-    deaths: dict[str, int] = {}
-    for what, text in happenings:
-        if what == "death":
-            quarantine.note_death(text)
-            deaths[text] = deaths.get(text, 0) + 1
-        else:
-            quarantine.note_completed(text)
-            deaths.pop(text, None)
-        for each in ("a", "b", "aa", ""):
-            error = refused(quarantine.check, each)
-            assert (error.deaths if error else None) == (deaths[each] if deaths.get(each, 0) >= 2 else None)
-        assert len(quarantine.snapshot()) == len(deaths)
 
 
 # --- the start breaker ---

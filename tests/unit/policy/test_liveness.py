@@ -95,7 +95,7 @@ def test_each_sign_of_life_saves_it(change: dict[str, Any], expected: Verdict) -
 def test_of_all_combinations_only_the_one_without_any_sign_is_wedged() -> None:
     conditions = (ProcessState.SLEEPING, ProcessState.RUNNING, ProcessState.UNINTERRUPTIBLE, ProcessState.STOPPED)
     heard, asked, excuses = (999.0, 970.0, 930.0), (None, 990.0, 935.0), (None, "waits for an answer")
-    works = ({}, {"own": 1.0}, {"below": 1.0}, {"io": 5000})
+    works: tuple[dict[str, Any], ...] = ({}, {"own": 1.0}, {"below": 1.0}, {"io": 5000})
     children = ((), (CHILD,), (SERVER,))
     wedged = set()
     for row in itertools.product(heard, asked, excuses, works, children, conditions):

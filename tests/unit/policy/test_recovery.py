@@ -32,11 +32,10 @@ def turn(
     )
 
 
+REPLAYS: tuple[Replay, ...] = ("until_tool", "always", "never")
 ALL = [
     turn(deaths=deaths, tools_started=tools, end_wanted=end, replay=replay, replacements_max=most)
-    for deaths, tools, end, replay, most in product(
-        (1, 2, 3), (False, True), (False, True), ("until_tool", "always", "never"), (0, 1, 2)
-    )
+    for deaths, tools, end, replay, most in product((1, 2, 3), (False, True), (False, True), REPLAYS, (0, 1, 2))
 ]
 
 

@@ -1,55 +1,8 @@
 import signal
 from typing import Any
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from hermes_pool.process.connection import UNASKED_MAX, WorkerConnection
-from hermes_pool.process.death import Death
-from hermes_pool.process.launcher import Exit
-from hermes_pool.process.stderr_tail import STDERR_LINE_CHARS, StderrTail
 from hermes_pool_worker import wire
-
-
-@given(st.lists(st.binary(max_size=30)), st.data())
-def test_the_tail_is_the_last_lines_however_the_bytes_were_cut(pieces: list[bytes], data: st.DataObject) -> None:
-    stream = b"\n".join(pieces)
-    whole, cut = StderrTail(5, lambda _: None), StderrTail(5, lambda _: None)
-    whole.feed(stream)
-    at = data.draw(st.integers(0, len(stream)))
-    cut.feed(stream[:at])
-    cut.feed(stream[at:])
-    assert whole.lines() == cut.lines()
-    assert len(cut.lines()) <= 6
-
-
-def test_the_tail_is_bounded_and_every_line_is_told_once() -> None:
-    told: list[str] = []
-    tail = StderrTail(3, told.append)
-    tail.feed(b"x" * 5_000_000)
-    tail.feed(b"x" * 5_000_000 + b"\n\xff\xfe\r\nlast")
-    assert [len(line) for line in tail.lines()] == [STDERR_LINE_CHARS, 2, 4]
-    assert tail.lines()[1:] == ("\N{REPLACEMENT CHARACTER}" * 2, "last")
-    assert len(told) == 2
-
-
-@pytest.mark.parametrize(
-    ("death", "words"),
-    [
-        (Death(Exit(0), ()), "exited with status 0"),
-        (Death(Exit(3), ()), "exited with status 3"),
-        (Death(Exit(-signal.SIGSEGV), ()), "was killed by SIGSEGV (signal 11)"),
-        (Death(Exit(-9), ()), "was killed by SIGKILL (signal 9), possibly because the machine is out of memory"),
-        (Death(Exit(-9), (), wanted=True), "was killed by SIGKILL (signal 9)"),
-        (Death(Exit(-9), (), "broke the protocol (x)"), "broke the protocol (x) and was killed by SIGKILL (signal 9)"),
-        (Death(Exit(-64), ()), "was killed by SIGRTMAX (signal 64)"),
-        (Death(Exit(None), ()), "ended with an unknown status (something else in the host process collected it)"),
-    ],
-)
-def test_a_death_in_words(death: Death, words: str) -> None:
-    assert str(death) == words
-
 
 # --- what nobody has asked for ---
 

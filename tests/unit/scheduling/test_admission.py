@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 import structlog
-import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,9 +21,9 @@ from hermes_pool import (
     Timeouts,
 )
 from hermes_pool.lifecycle import ALIVE, WorkerState
-from hermes_pool.scheduling.admission import Admission, Idle, Waiter, gain
-from hermes_pool.scheduling.fair_queue import FairQueue
-from hermes_pool.scheduling.pool_state import MAY_BECOME, Drained, PoolState
+from hermes_pool.scheduling.admission import Admission, Idle, gain
+from hermes_pool.scheduling.pool_state import Drained, PoolState
+from tests import virtual_time
 
 MB = 1024 * 1024
 
@@ -205,35 +204,8 @@ async def test_what_is_known_of_an_idle_session_decides_which_one_goes() -> None
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-def a_queue(*names: str) -> tuple[FairQueue, list[Waiter]]:
-    queue, waiters = FairQueue(), []
-    for name in names:
-        user, _, conversation = name.rpartition("/")
-        waiters.append(Waiter(cast("Any", Actor(cast("Any", None), conversation, user or None)), cast("Any", None)))
-        queue.add(waiters[-1])
-    return queue, waiters
-
-
 def named(waiters: Any) -> list[str]:
     return [waiter.session.key.conversation_id for waiter in waiters]
-
-
-def test_users_take_turns_and_each_user_is_served_in_order() -> None:
-    queue, _ = a_queue("ada/1", "ada/2", "ada/3", "bob/4", "5", "bob/6")
-    assert named(queue) == ["1", "4", "5", "2", "6", "3"]
-    assert named([queue.pop() for _ in range(len(queue))]) == ["1", "4", "5", "2", "6", "3"]
-    assert not queue
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), max_size=40), st.data())
-def test_the_order_that_is_told_is_the_order_of_service(names: list[tuple[str, int]], data: st.DataObject) -> None:
-    queue, waiters = a_queue(*(f"{user}/{number}" for user, number in names))
-    for waiter in data.draw(st.lists(st.sampled_from(waiters), max_size=10)) if waiters else []:
-        queue.discard(waiter)
-    told = list(queue)
-    assert [queue.position(waiter) for waiter in told] == list(range(1, len(told) + 1))
-    assert len(queue) == len(told)
-    assert [queue.pop() for _ in told] == told
 
 
 # --- waiting for a permit ---------------------------------------------------------------------------------------------
@@ -478,12 +450,6 @@ async def test_growing_serves_those_who_wait() -> None:
 
 
 # --- the state ----------------------------------------------------------------------------------------------------
-
-
-def test_every_condition_is_in_the_table_and_only_closed_is_for_ever() -> None:
-    assert set(MAY_BECOME) == set(PoolState)
-    assert [state for state in PoolState if not MAY_BECOME[state]] == [PoolState.CLOSED]
-    assert all(PoolState.CLOSED in MAY_BECOME[state] for state in PoolState if state is not PoolState.CLOSED)
 
 
 @virtually

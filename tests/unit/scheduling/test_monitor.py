@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import structlog
-from conftest import until
 
 from hermes_pool import MemoryLimits, PoolSettings
 from hermes_pool.lifecycle import WorkerState
@@ -15,6 +14,7 @@ from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, Pr
 from hermes_pool.scheduling import monitor
 from hermes_pool.scheduling.monitor import Monitor
 from hermes_pool.system.samples import Attention
+from tests.support import until
 
 MB = 1024 * 1024
 
@@ -59,7 +59,7 @@ class Looks:
             raise OSError("too many open files")
         self.looks.append(len(workers))
         for slot in self._slots:
-            if slot.worker in workers:
+            if slot.worker is not None and slot.worker in workers:
                 sample = Sample(at=0.0, state=ProcessState.SLEEPING, rss_bytes=slot.mb * MB)
                 self._samples[slot.worker] = (sample,)
 

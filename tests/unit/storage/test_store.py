@@ -1,14 +1,9 @@
-import math
-import subprocess
-import sys
 import uuid
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from hypothesis import given
-from hypothesis import strategies as st
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
@@ -16,64 +11,6 @@ from hermes_pool.errors import InvalidKeyError, SettingsError
 from hermes_pool.settings import SessionKey
 from hermes_pool.storage.record import SessionRecord
 from hermes_pool.storage.store import Conversation, ConversationStore, reason_not_writable
-
-
-def test_the_users_four_keys_have_the_users_names():
-    record = SessionRecord(session_id="s", last_used_at="2026-01-02T03:04:05Z", restart_count=1, status="healthy")
-    stored = {name: value for name, value in record.to_json().items() if value is not None}
-    assert stored == {
-        "session_id": "s",
-        "last_used_at": "2026-01-02T03:04:05Z",
-        "restart_count": 1,
-        "status": "healthy",
-        "incarnation": 0,
-        "turns": 0,
-        "schema": 1,
-    }
-
-
-@given(
-    st.builds(
-        SessionRecord,
-        session_id=st.none() | st.text(),
-        restart_count=st.integers(),
-        status=st.sampled_from(["healthy", "dormant", "failed"]),
-        pid=st.none() | st.integers(),
-        create_time=st.none() | st.floats(),
-        last_error=st.none() | st.text(),
-    )
-)
-def test_a_record_is_read_as_it_was_stored_but_for_what_no_database_takes(record: SessionRecord):
-    stored = record.to_json()
-    again = SessionRecord.from_json(stored)
-    assert again.to_json() == stored
-    if record.create_time is not None:
-        assert again.create_time == (record.create_time if math.isfinite(record.create_time) else None)
-
-
-def test_what_no_database_takes_is_replaced():
-    record = SessionRecord(session_id="a\0b", last_error="\ud83d and \udc97 but 😀 and \\u0000", create_time=math.nan)
-    assert record.to_json()["session_id"] == "a\ufffdb"
-    assert record.to_json()["last_error"] == "\ufffd and \ufffd but 😀 and \\u0000"
-    assert record.to_json()["create_time"] is None
-
-
-@pytest.mark.parametrize("wrong", [[], {}, True, None, "x", 1, 1.5, math.inf, 10**400])
-def test_a_member_of_a_wrong_type_counts_as_absent(wrong: Any):
-    names = list(SessionRecord().to_json())
-    record = SessionRecord.from_json(dict.fromkeys(names, wrong) | {"unknown": wrong})
-    default = SessionRecord()
-    for name in names:
-        value = getattr(record, name)
-        assert value == getattr(default, name) or (value == wrong and type(wrong) in (int, float, str))
-        assert not isinstance(value, bool | list | dict)
-    assert record.status == "dormant"
-    assert record.create_time is None or math.isfinite(record.create_time)
-
-
-def test_an_absent_member_has_its_default():
-    assert SessionRecord.from_json({}) == SessionRecord()
-    assert SessionRecord.from_json({"create_time": 5}).create_time == 5.0
 
 
 @pytest.mark.parametrize(
@@ -92,12 +29,12 @@ def test_an_absent_member_has_its_default():
         ('{"runtime_state": {"hermes": {"schema": 2}}}', "newer"),
     ],
 )
-def test_the_reason_of_a_refusal_is_named(stored: str | bytes, word: str):
+def test_the_reason_of_a_refusal_is_named(stored: str | bytes, word: str) -> None:
     assert word in str(reason_not_writable(stored, ("runtime_state", "hermes")))
 
 
 @pytest.mark.parametrize("stored", [None, "null", "{}", '{"runtime_state": null}', '{"n": ' + "9" * 5000 + "}"])
-def test_nothing_keeps_an_empty_state_from_being_written(stored: str | None):
+def test_nothing_keeps_an_empty_state_from_being_written(stored: str | None) -> None:
     assert reason_not_writable(stored, ("runtime_state", "hermes")) is None
 
 
@@ -117,31 +54,31 @@ def test_nothing_keeps_an_empty_state_from_being_written(stored: str | None):
         ("postgresql://ada:s3cret@host:port/db", "cannot be parsed"),
     ],
 )
-def test_a_url_that_cannot_be_used_is_refused_at_once(url: str, word: str):
+def test_a_url_that_cannot_be_used_is_refused_at_once(url: str, word: str) -> None:
     with pytest.raises(SettingsError, match=word) as caught:
         ConversationStore.from_url(url)
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_missing_driver_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_driver_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(SettingsError, match=r"pip install 'hermes-pool\[postgresql\]'"):
         ConversationStore.from_url("postgresql://host/db")
 
 
-def test_a_time_limit_is_over_zero():
+def test_a_time_limit_is_over_zero() -> None:
     with pytest.raises(SettingsError, match="timeout_s"):
         ConversationStore.from_url("sqlite:///file.db", timeout_s=0)
 
 
-def test_another_database_is_refused():
+def test_another_database_is_refused() -> None:
     dialect = sa.make_url("mssql://").get_dialect()()
     engine: Any = SimpleNamespace(url=sa.make_url("mssql://"), dialect=dialect)
     with pytest.raises(SettingsError, match="mssql is not supported"):
         ConversationStore(engine, create_rows=False)
 
 
-def test_a_column_that_is_not_there_names_those_that_are():
+def test_a_column_that_is_not_there_names_those_that_are() -> None:
     engine = sa.create_engine("sqlite://")
     with pytest.raises(SettingsError, match="no column 'state'; its columns are id, agent_state"):
         ConversationStore(engine, state_column="state", create_rows=False)
@@ -149,7 +86,7 @@ def test_a_column_that_is_not_there_names_those_that_are():
         ConversationStore(engine, dict, create_rows=False)
 
 
-def test_jarvis_may_have_a_conversation_of_its_own():
+def test_jarvis_may_have_a_conversation_of_its_own() -> None:
     assert Conversation.__tablename__ == "conversation"
     assert "conversation" not in SQLModel.metadata.tables
 
@@ -158,13 +95,13 @@ def test_jarvis_may_have_a_conversation_of_its_own():
     ("kind", "good", "bad"),
     [(int, "42", "4_2"), (int, "42", "forty-two"), (uuid.UUID, "12345678-1234-5678-1234-567812345678", "1234")],
 )
-async def test_an_id_that_the_table_cannot_have_is_an_invalid_key(kind: type, good: str, bad: str):
+async def test_an_id_that_the_table_cannot_have_is_an_invalid_key(kind: type, good: str, bad: str) -> None:
     class Base(SQLModel, registry=registry()):
         pass
 
     class Numbered(Base, table=True):
-        id: kind = Field(primary_key=True)
-        agent_state: dict | None = Field(default=None, sa_column=sa.Column(sa.JSON))
+        id: kind = Field(primary_key=True)  # type: ignore[valid-type] # another one in each test
+        agent_state: dict[str, Any] | None = Field(default=None, sa_column=sa.Column(sa.JSON))
 
     engine = sa.create_engine("sqlite://", poolclass=sa.StaticPool, connect_args={"check_same_thread": False})
     Base.metadata.create_all(engine)
@@ -175,14 +112,3 @@ async def test_an_id_that_the_table_cannot_have_is_an_invalid_key(kind: type, go
         await store.load(SessionKey(bad))
     await store.close()
     engine.dispose()
-
-
-def test_it_is_imported_without_greenlet_and_without_a_driver():
-    program = """if True:
-        import sys
-        sys.modules["greenlet"] = None  # as if it were not installed
-        import hermes_pool.storage.store
-        sys.exit(len({"psycopg", "aiosqlite"} & set(sys.modules)))
-    """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr

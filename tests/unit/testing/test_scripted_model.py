@@ -1,13 +1,13 @@
 import contextlib
 import json
-import re
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from http.client import HTTPException
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +15,12 @@ from hermes_pool.testing.scripted_model import CONTEXT_TOKENS, MODEL_ID, Scripte
 
 
 @pytest.fixture
-def model():
+def model() -> Iterator[ScriptedModel]:
     with ScriptedModel() as server:
         yield server
 
 
-def user(*texts):
+def user(*texts: str) -> list[dict[str, Any]]:
     """A chat in which each text was said by the user and answered by the model."""
     messages = []
     for text in texts:
@@ -28,15 +28,16 @@ def user(*texts):
     return messages[:-1]
 
 
-def post(model, messages, *, stream=False):
+def post(model: ScriptedModel, messages: list[dict[str, Any]], *, stream: bool = False) -> str:
     body = json.dumps({"model": MODEL_ID, "messages": messages, "stream": stream}).encode()
     request = urllib.request.Request(model.url + "/chat/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=10) as response:
         assert "scripted" in response.headers["Server"]
-        return response.read().decode()
+        text: str = response.read().decode()
+        return text
 
 
-def deltas(stream):
+def deltas(stream: str) -> list[dict[str, Any]]:
     chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     assert stream.endswith("data: [DONE]\n\n")
     assert chunks[-1]["usage"]["total_tokens"] > 0
@@ -57,41 +58,41 @@ def deltas(stream):
         (["[surrogate]"], "(scripted) Half a pair: \udc97."),
     ],
 )
-def test_replies_prove_what_was_in_context(said, reply):
+def test_replies_prove_what_was_in_context(said: list[str], reply: str) -> None:
     assert reply_to(user(*said)) == reply
 
 
-def test_content_in_parts_is_read_as_well():
+def test_content_in_parts_is_read_as_well() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
     assert '"hello"' in reply_to([message])
 
 
-def test_a_stream_joins_to_the_reply(model):
+def test_a_stream_joins_to_the_reply(model: ScriptedModel) -> None:
     parts = deltas(post(model, user("hello"), stream=True))
     assert len(parts) > 3
     assert "".join(part.get("content", "") for part in parts) == reply_to(user("hello"))
 
 
-def test_an_answer_in_one_piece(model):
+def test_an_answer_in_one_piece(model: ScriptedModel) -> None:
     answer = json.loads(post(model, user("hello")))
     assert answer["choices"][0]["message"]["content"] == reply_to(user("hello"))
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["model"] == "scripted"
 
 
-def test_slow_sends_further_pieces(model):
+def test_slow_sends_further_pieces(model: ScriptedModel) -> None:
     parts = deltas(post(model, user("[slow 3]"), stream=True))
     assert [part["content"] for part in parts[-4:-1]] == [" piece-1", " piece-2", " piece-3"]
 
 
-def test_reasoning_is_apart_from_the_reply(model):
+def test_reasoning_is_apart_from_the_reply(model: ScriptedModel) -> None:
     parts = deltas(post(model, user("[reason]"), stream=True))
     assert "".join(part.get("reasoning_content", "") for part in parts) == "(scripted) Let me look at the script."
     assert "".join(part.get("content", "") for part in parts) == reply_to(user("[reason]"))
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_tools_are_called_one_after_the_other_and_the_last_is_quoted(model, stream):
+def test_tools_are_called_one_after_the_other_and_the_last_is_quoted(model: ScriptedModel, stream: bool) -> None:
     chat = user('[tool echo a] then [call clarify {"question": "Which?"}]')
     called = []
     for result in ("a", "this one"):
@@ -109,7 +110,7 @@ def test_tools_are_called_one_after_the_other_and_the_last_is_quoted(model, stre
 
 
 @pytest.mark.parametrize("code", [400, 429, 500])
-def test_errors(model, code):
+def test_errors(model: ScriptedModel, code: int) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(model, user(f"please [error {code}]"), stream=True)
     with caught.value as error:
@@ -117,13 +118,13 @@ def test_errors(model, code):
         assert "(scripted)" in error.read().decode()
 
 
-def test_it_describes_its_model_and_its_context(model):
+def test_it_describes_its_model_and_its_context(model: ScriptedModel) -> None:
     with urllib.request.urlopen(model.url + "/models", timeout=10) as response:
         (entry,) = json.load(response)["data"]
     assert (entry["id"], entry["context_length"]) == ("scripted", CONTEXT_TOKENS)
 
 
-def test_requests_are_kept_and_can_be_waited_for(model):
+def test_requests_are_kept_and_can_be_waited_for(model: ScriptedModel) -> None:
     with pytest.raises(TimeoutError):
         model.wait_for_request(1, timeout_s=0.01)
     asking = threading.Thread(target=post, args=(model, user("one")))
@@ -135,18 +136,18 @@ def test_requests_are_kept_and_can_be_waited_for(model):
 
 
 @pytest.mark.parametrize("text", ["[hang]", "[stall]"])
-def test_closing_is_prompt_with_a_request_that_hangs(text):
+def test_closing_is_prompt_with_a_request_that_hangs(text: str) -> None:
     left = threading.Event()
 
-    def ask():
+    def ask() -> None:
         with contextlib.suppress(OSError, HTTPException):
-            assert "[DONE]" not in post(model, user(text), stream=True)
+            assert "[DONE]" not in post(server, user(text), stream=True)
         left.set()
 
-    with ScriptedModel() as model:
+    with ScriptedModel() as server:
         asking = threading.Thread(target=ask)
         asking.start()
-        model.wait_for_request(1)
+        server.wait_for_request(1)
         assert not left.is_set()
         begun = time.monotonic()
     assert time.monotonic() - begun < 1
@@ -154,20 +155,8 @@ def test_closing_is_prompt_with_a_request_that_hangs(text):
     assert left.is_set()
 
 
-def test_a_home_for_hermes(tmp_path):
+def test_a_home_for_hermes(tmp_path: Path) -> None:
     home = write_hermes_home(tmp_path / "new" / "home", "http://127.0.0.1:1/v1")
     config = (home / "config.yaml").read_text()
     assert '  base_url: "http://127.0.0.1:1/v1"' in config
     assert "  default: scripted" in config
-
-
-def test_as_a_program():
-    command = [sys.executable, "-m", "hermes_pool.testing.scripted_model", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            url = process.stdout.readline().strip()
-            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url)
-            with urllib.request.urlopen(url + "/models", timeout=10) as response:
-                assert response.status == 200
-        finally:
-            process.terminate()

@@ -212,7 +212,7 @@ def failing(error: Exception) -> Callable[[RunningTurn], Outcome]:
         (failing(AgentError("rate_limit", "try later")), "rate_limit", "try later"),
         (failing(ValueError("a bug")), "agent_error", "ValueError: a bug"),
         (lambda _: "no outcome", "agent_error", "must return an Outcome"),
-        (lambda _: Outcome(b"bytes"), "agent_error", "ValidationError"),  # type: ignore[arg-type]
+        (lambda _: Outcome(b"bytes"), "agent_error", "ValidationError"),  # type: ignore[arg-type] # the fault
         (lambda turn: turn.text(7), "agent_error", "TypeError"),
         (lambda _: Outcome("x" * 10_000), "frame_too_large", "does not fit on the wire"),
     ],

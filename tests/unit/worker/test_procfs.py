@@ -59,17 +59,17 @@ def test_no_bytes_can_raise(data: bytes, last: int) -> None:
 
 
 @pytest.fixture
-def rename() -> Iterator[Callable[[bytes], None]]:
+def rename() -> Iterator[Callable[[bytes], object]]:
     """Give this process another name, as any process may do to itself."""
     comm = Path("/proc/self/comm")
     before = comm.read_bytes().rstrip(b"\n")
-    yield comm.write_bytes  # type: ignore[misc]
+    yield comm.write_bytes
     comm.write_bytes(before)
 
 
 @needs_proc
 @pytest.mark.parametrize("name", HOSTILE, ids=repr)
-def test_this_process_is_read_right_whatever_its_name(name: str, rename: Callable[[bytes], None]) -> None:
+def test_this_process_is_read_right_whatever_its_name(name: str, rename: Callable[[bytes], object]) -> None:
     rename(name.encode("latin-1"))
     fields = procfs.stat(os.getpid(), procfs.EXIT_STATUS)
     assert fields is not None
