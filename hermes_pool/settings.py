@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from hermes_pool.errors import InvalidKeyError, SettingsError
+from hermes_pool_worker import contract
 
 if sys.platform == "win32":
     resource = None
@@ -63,7 +64,7 @@ def _check_id(what: str, value: object) -> None:
 
 VARIABLE_PREFIX: Final = "HERMES_POOL_"
 """How the names of the environment variables that are settings begin."""
-NOT_SETTINGS: Final = frozenset({"HERMES_POOL_WORKER", "HERMES_POOL_LIFELINE", "HERMES_POOL_RLIMITS"})
+NOT_SETTINGS: Final = frozenset({contract.MARKER_VARIABLE, contract.LIFELINE_VARIABLE, contract.RLIMITS_VARIABLE})
 """Variables that the pool sets for its workers, and so for all that their tools start."""
 
 BACKOFF_MAX_S: Final = 60.0
