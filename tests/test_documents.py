@@ -467,7 +467,8 @@ def test_the_map_shows_every_room_and_every_module() -> None:
     assert set(named(table(worker))) == set(modules(ROOT / "worker" / "hermes_pool_worker"))
 
 
-def test_the_picture_of_the_rooms_has_no_arrow_that_points_up() -> None:
+def test_the_picture_of_the_rooms_has_no_arrow_that_points_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
     (picture,) = re.findall(
         r"^## The rooms\n.*?^```text\n(.*?)^```$", read(ARCHITECTURE_PAGE), re.MULTILINE | re.DOTALL
     )
