@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-LIFELINE_VARIABLE = "HERMES_POOL_LIFELINE"
-"""The environment variable that tells a process which of its descriptors is the lifeline."""
+from hermes_pool_worker.contract import LIFELINE_VARIABLE
 
 LEAVE_S = 3.0
 """How long the guardian may take, once the pool is closed, to end what is left and then itself."""

@@ -20,6 +20,7 @@ from hermes_pool.process.preload import PreloadList
 from hermes_pool.process.spawn import SpawnLauncher
 from hermes_pool.process.zygote import NotForkedError, Zygote
 from hermes_pool_worker import wire
+from hermes_pool_worker.contract import ZYGOTE_OPTION
 
 RETRY_AFTER_S = 30.0
 """How long workers are spawned, after a zygote could not be started, before another one is tried."""
@@ -49,7 +50,7 @@ class ZygoteLauncher:
         the zygote would have ended what the worker left in its session.
         """
         interpreter, flag, program, *arguments = command.argv
-        self._command = Command((interpreter, flag, program, "--zygote", *arguments), command.env, command.cwd)
+        self._command = Command((interpreter, flag, program, ZYGOTE_OPTION, *arguments), command.env, command.cwd)
         self._options = dict(options)
         self._ready_timeout_s = ready_timeout_s
         self._preload = PreloadList(preload_dir, command.argv)
