@@ -153,7 +153,7 @@ class Session:
         never be stored goes as well: what it knows stays in memory. Work in the background keeps the worker until
         ``timeouts.background_s`` is over; then it is abandoned, and ``last_error`` says so.
         """
-        if self._lock.locked():
+        if self._lock.locked() or self.waiting:
             return False
         await self._lock.acquire()
         slot, metadata = self.slot, self.metadata
@@ -223,7 +223,7 @@ class Session:
                 self.quarantine.check(turn.text)
             if self.slot.state is not WorkerState.IDLE and self.slot.is_empty:
                 self.slot.check_start()
-            if self._lock.locked():
+            if self._lock.locked() or self.waiting:  # the lock is free for a moment when the next in line is waking up
                 await self._wait_in_queue()
             else:
                 await self._lock.acquire()
@@ -288,7 +288,7 @@ class Session:
 
     async def _wait_in_queue(self) -> None:
         settings = self._settings
-        if settings.busy == "reject" and self._begun is not None:  # not where its worker is only about to go
+        if settings.busy == "reject" and (self._begun is not None or self.waiting):  # not where its worker only leaves
             raise ConversationBusyError("another message is being answered", conversation_id=self._id)
         if self.waiting >= settings.queues.turns_max:
             raise ConversationBusyError(
