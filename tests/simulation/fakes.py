@@ -57,7 +57,6 @@ from hermes_pool import (
     health,
     manager,
     place,
-    start,
 )
 from hermes_pool.breakers import StartBreaker
 from hermes_pool.link import EXIT_UNUSABLE, Death, LinkListener, Stopped
@@ -877,9 +876,6 @@ def outside_replaced(world: World) -> contextlib.AbstractContextManager[None]:
     )
 
 
-assert start  # it is imported so that its clock is found
-
-
 # --- the pool, and who talks to it ------------------------------------------------------------------------------------
 
 
@@ -892,7 +888,6 @@ class Pool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._texts: Counter[str] = Counter()
         self._last_text: dict[str, str] = {}
-        self._has_closed = False
 
     async def __aenter__(self) -> Self:
         await self._manager.__aenter__()

@@ -1,7 +1,7 @@
 """Faults of the pool that the simulation has found and that are not mended yet, each as narrow as it can be told.
 
 Where one of these says yes, the simulation does not complain. Whoever mends one deletes its function here, and its
-only use; from then on the simulation insists. The history in each docstring is the smallest one that shows it.
+uses; from then on the simulation insists. The history that shows each is in ``past_faults``, where it stays.
 """
 
 from typing import TYPE_CHECKING
@@ -16,10 +16,7 @@ ADMISSION_LOOKS_EVERY_S = 0.01
 def cancel_of_a_turn_refused_in_line(call: "Call") -> bool:
     """``Turn.cancel`` waits for ever where ``begin`` raises in line: such a turn is never settled.
 
-    ``wait_timeout_s`` strikes while another task waits in ``turn.cancel()``::
-
-        Say(0, (("hang",),)), OperatePool("pause"), Say(0, manner="streams"), Pass(2.5),
-        ToCaller(0, "turn_is_cancelled")
+    ``wait_timeout_s`` strikes while another task waits in ``turn.cancel()``, say.
     """
     return not call.is_open and call.turn is not None and call.turn.outcome is None and call.turn_id is None
 
@@ -28,10 +25,7 @@ def stop_meets_a_stop(worker: "FakeConnection") -> bool:
     """``stop`` and ``close`` return while a hibernation, or another stop, is still stopping the worker, which lives on.
 
     A ``close`` even cancels that stop halfway. A worker that does not obey ``Close`` is then never signalled, and the
-    caller of its turn waits for ever::
-
-        Say(2), Pass(3.0), OperatePool("close")         # just when the sweep finds it idle
-        Say(1, (("ask",),)), Pass(0.3), ToWorker(1, "freezes"), OperatePool("drain_now"), OperatePool("close")
+    caller of its turn waits for ever.
     """
     return worker.is_being_stopped or worker.stop_was_cancelled
 
@@ -40,30 +34,18 @@ def start_is_cancelled_twice(worker: "FakeConnection") -> bool:
     """A start whose worker is just being killed gives up waiting for that when it is cancelled (once more).
 
     ``stop`` and ``close`` return, and the slot is free, while the process still lives for a moment. It is the
-    connection's own doing (``_step``), which ``FakeConnection`` does alike: to be mended in both::
-
-        Say(0), SetStore("slow"), Pass(0.05), OperatePool("drain_now"), OperatePool("close")
+    connection's own doing (``_step``), which ``FakeConnection`` does alike: to be mended in both.
     """
     return worker.kill_is_on_its_own
 
 
 def recall_overtakes_a_save(world: "World", conversation: str) -> bool:
-    """A worker is opened with an older mark: ``recall`` reads the record that a save in flight is about to replace.
-
-    ::
-
-        Say(2), Pass(0.05), Say(2, (("dies",),)), Pass(0.05), SetStore("slow"), Pass(0.1), Say(2)
-    """
+    """A worker is opened with an older mark: ``recall`` reads the record that a save in flight is about to replace."""
     return conversation in world.loaded_while_saved
 
 
 def refused_by_a_hibernation(world: "World", call: "Call") -> bool:
-    """With ``busy="reject"`` a message that meets a worker which goes dormant is refused, though nobody talks.
-
-    ::
-
-        Rules(busy="reject"): Say(0), Pass(2.5), Pass(0.0), Say(0)
-    """
+    """With ``busy="reject"`` a message that meets a worker which goes dormant is refused, though nobody talks."""
     ours = [each for each in world.connections if each.conversation == call.conversation]
     leaves = any(
         each.wanted and each.ready and (each.died_at or call.began_at) >= call.began_at - 0.01 for each in ours
@@ -79,20 +61,10 @@ def alarm_about_a_slot_that_is_about_to_be_freed(world: "World", conversation: s
 
 
 def resumed_just_too_late(world: "World", call: "Call") -> bool:
-    """A message that a paused pool holds is told ``the pool is closed`` if its wait ends just as the pool is resumed.
-
-    ::
-
-        OperatePool("pause"), Pass(0.01), Say(1), Pass(3.0), OperatePool("resume")
-    """
+    """A message that a paused pool holds is told ``the pool is closed`` if its wait ends just as the pool is resumed."""
     return "pause" in world.happened and any(abs(at - (call.ended_at or 0.0)) <= 0.001 for at in world.resumed_at)
 
 
 def twin_of_a_killer_was_in_line(world: "World", call: "Call") -> bool:
-    """A message that waited in line while the very same one killed is begun: the worker is there, so nobody checks.
-
-    ::
-
-        Rules(quarantine_after=1): Say(2, (("tool", "breath", "dies"),)), Say(2, again=True, manner="streams")
-    """
+    """A message that waited in line while the very same one killed is begun: the worker is there, so nobody checks."""
     return call.began_at <= world.killed_at.get(call.text, 0.0)
