@@ -61,7 +61,7 @@ def alarm_about_a_slot_that_is_about_to_be_freed(world: "World", conversation: s
 
 
 def resumed_just_too_late(world: "World", call: "Call") -> bool:
-    """A message that a paused pool holds is told ``the pool is closed`` if its wait ends just as the pool is resumed."""
+    """A message that a paused pool holds is told "the pool is closed" if its wait ends just as the pool is resumed."""
     return "pause" in world.happened and any(abs(at - (call.ended_at or 0.0)) <= 0.001 for at in world.resumed_at)
 
 
