@@ -65,6 +65,17 @@ def resumed_just_too_late(world: "World", call: "Call") -> bool:
     return "pause" in world.happened and any(abs(at - (call.ended_at or 0.0)) <= 0.001 for at in world.resumed_at)
 
 
+def came_as_the_lock_was_handed_on(world: "World", call: "Call") -> bool:
+    """A message waits in line with no limit, and is not counted, if it comes when a lock is free and yet promised.
+
+    ``begin`` asks ``locked()``, which is false from the release to the moment when the next in line has woken up.
+    """
+    others = [each for each in world.calls if each.conversation == call.conversation and each is not call]
+    ends = [each.ended_at for each in others]
+    ends += [each.told_at for each in world.hand_overs if each.call in others]
+    return any(end is not None and abs(end - call.began_at) <= 0.001 for end in ends)
+
+
 def twin_of_a_killer_was_in_line(world: "World", call: "Call") -> bool:
     """A message that waited in line while the very same one killed is begun: the worker is there, so nobody checks."""
     return call.began_at <= world.killed_at.get(call.text, 0.0)

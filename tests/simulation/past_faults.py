@@ -62,6 +62,14 @@ PAST_FAULTS: dict[str, History] = {
     "a message waits while its twin kills": _of(
         Say(2, (("tool", "breath", "dies"),)), Say(2, manner="streams", again=True), rules=Rules(quarantine_after=1)
     ),
+    "a message comes just when the lock is handed on": _of(
+        SetStore("slow"),
+        Say(0),
+        Say(0, (("ask_long", "hang"),)),
+        Pass(0.01),
+        ToCaller(1, "task_is_cancelled"),
+        Say(0),
+    ),
     "a pool is resumed just when a message has waited too long": _of(
         OperatePool("pause"), Pass(0.01), Say(1), Pass(3.0), OperatePool("resume")
     ),
