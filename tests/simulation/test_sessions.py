@@ -44,7 +44,7 @@ from hermes_pool import Reply
 ALL_ANSWERED_S = 60.0
 """Beyond all limits of all callers in line together."""
 BACKGROUND_S = 3.5
-SOAK = int(os.environ.get("HERMES_POOL_HISTORIES", "250"))
+SOAK = int(os.environ.get("HERMES_POOL_HISTORIES", "200"))
 SEED = int(os.environ.get("HERMES_POOL_SEED", "0"))
 
 
@@ -234,7 +234,7 @@ HISTORIES = st.builds(History, _rules(), st.lists(_steps(), min_size=1, max_size
 
 
 @settings(
-    max_examples=200,
+    max_examples=150,
     deadline=None,
     database=None,
     derandomize=True,  # the same histories each time: what is found anew is found by a soak
