@@ -38,7 +38,6 @@ from hermes_pool.conversation import active_turn, worker_slot
 from hermes_pool.policy import breakers
 from hermes_pool.policy.breakers import StartBreaker
 from hermes_pool.policy.liveness import Diagnosis, Verdict
-from hermes_pool.process import factory
 from hermes_pool.process.connection import ConnectionListener
 from hermes_pool.process.death import Death, How, Stopped
 from hermes_pool.process.factory import LAUNCHES_MAX
@@ -857,9 +856,6 @@ def outside_replaced(world: World) -> contextlib.AbstractContextManager[None]:
     )
 
 
-assert factory  # imported so that its clock is found
-
-
 # --- the pool, and who talks to it ------------------------------------------------------------------------------------
 
 
@@ -872,7 +868,6 @@ class Pool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._texts: Counter[str] = Counter()
         self._last_text: dict[str, str] = {}
-        self._has_closed = False
 
     async def __aenter__(self) -> Self:
         await self._manager.__aenter__()

@@ -226,7 +226,7 @@ class World:
             if limit:
                 self.check(self.killed_least[call.text] < limit, f"{what} has killed too many")
         self._check_history(connection, turn, what)
-        frozen_s = now() - connection.rests_since if connection.frozen_at < now() else 0.0
+        frozen_s = now() - connection.rests_since if connection.is_frozen() and connection.frozen_at < now() else 0.0
         self.check(frozen_s < LOOKED_AT_AFTER_S + 0.02, f"{what} went to {connection}, which is frozen")
         hand_over = HandOver(call, connection, turn, now(), quiet_since=now())
         before.append(hand_over)
@@ -348,9 +348,9 @@ class World:
     def asked_to_close(self, connection: "FakeConnection") -> None:
         """A worker is stopped: one that idles must be in the store before, unless somebody has said "now"."""
         conversation = connection.conversation
-        self._check_worn(connection, ROOM_S)
         if connection.host_has is not None or self.stopping[conversation]:
             return
+        self._check_worn(connection, ROOM_S)
         if connection.works_on:
             rested_s = now() - connection.rests_since
             self.check(rested_s >= self.rules.background_timeout_s, f"{connection} goes and works in the background")
