@@ -1,11 +1,11 @@
-"""Every error that leaves the pool. One root, and each class is one thing that a caller can act on.
+"""Every error that leaves the pool. They share one root, and each class is something that a caller can act on.
 
-All of them say what happened, to which conversation, and what to do. None of an edge's own exceptions (psutil,
-SQLAlchemy, asyncio) ever reaches a caller.
+Each message says what happened, to which conversation, and what to do. No exception of a library underneath (psutil,
+SQLAlchemy, asyncio) reaches a caller.
 
 How ``http_status`` was chosen: 4xx where the request is at fault, or conflicts with another one; 503 where the pool
-cannot take the message now; 502 where the agent or its worker failed with it; 504 where it took too long; 500 where
-nothing but a person can help. Clients and proxies repeat 502, 503 and 504 of their own accord, and never 500.
+cannot take the message now; 502 where the agent or its worker failed; 504 where it took too long; 500 where a person
+has to fix something. Clients and proxies may repeat 502, 503 and 504 on their own, but not 500.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +17,19 @@ from hermes_pool.crash_report import DeathReport
 class HermesPoolError(Exception):
     """Root of all errors of this library.
 
-    ``conversation_id`` is the conversation it happened to, where there is one. Errors can be copied and pickled, with
-    all their attributes; as for any exception, cause and traceback stay behind.
+    ``conversation_id`` is the conversation concerned, if there is one. Errors can be copied and pickled with all their
+    attributes; the cause and the traceback are lost, as with any exception.
     """
 
     code: ClassVar[str] = "pool_error"
-    """A word for programs. Each class has its own, and it stays the same when a class is renamed."""
+    """A stable word for programs. Each class has its own, and keeps it even if the class is renamed."""
     http_status: int = 500
     """What a web host should answer."""
     retryable: bool = False
-    """Whether the same message may succeed later without anyone mending anything. Where ``sent`` is true as well, think
-    first: the agent may have acted on the message already, and may do so again."""
+    """Whether the same message may succeed later although nothing has been fixed. If ``sent`` is true as well, be careful:
+    the agent may already have acted on the message, and may act again."""
     retry_after_s: float | None = None
-    """In how many seconds to try again; ``None`` where that is not known."""
+    """In how many seconds to try again; ``None`` if unknown."""
     sent: bool = False
     """Whether the agent may have seen the message."""
 
@@ -39,14 +39,14 @@ class HermesPoolError(Exception):
         self.conversation_id = conversation_id
 
     def __str__(self) -> str:
-        """Say it, and of which conversation."""
+        """Return the message, preceded by the conversation."""
         if self.conversation_id is None:
             return self.message
         shown = self.conversation_id if len(self.conversation_id) <= _ID_SHOWN else self.conversation_id[:77] + "..."
         return f"conversation {shown!r}: {self.message}"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Restore a copy from its attributes, without ``__init__``: that takes other values than it keeps."""
+        """Restore a copy from its attributes, without ``__init__``, whose parameters differ from them."""
         return _restored, (type(self), self.args), self.__dict__
 
 
@@ -58,46 +58,46 @@ def _restored(kind: type[_Error], args: tuple[Any, ...]) -> _Error:
     return kind.__new__(kind, *args)
 
 
-# --- the call itself is wrong, or comes at the wrong time ------------------------------------------------------------
+# --- the call is wrong, or comes at the wrong time -------------------------------------------------------------------
 
 
 class SettingsError(HermesPoolError, ValueError):
-    """A setting, or two together, make no sense; raised before anything is started."""
+    """A setting, or a combination of settings, is invalid. Raised before anything is started."""
 
     code = "invalid_settings"
 
 
 class StateDirError(SettingsError):
-    """The folder of the pool's files (``state_dir``) cannot be made or written; the message names it."""
+    """The folder for the pool's files (``state_dir``) cannot be created or written; the message names it."""
 
     code = "state_dir_unusable"
 
 
 class InvalidKeyError(HermesPoolError, ValueError):
-    """A conversation or user id that cannot be one."""
+    """A conversation id or user id is invalid."""
 
     code = "invalid_key"
     http_status = 400
 
 
 class InvalidMessageError(HermesPoolError, ValueError):
-    """The message is not text. The conversation is as before."""
+    """The message is not text. The conversation is unchanged."""
 
     code = "invalid_message"
     http_status = 400
 
 
 class MessageTooLargeError(InvalidMessageError):
-    """The message is over ``frame_bytes_max``. The conversation is as before."""
+    """The message is larger than ``frame_bytes_max`` allows. The conversation is unchanged."""
 
     code = "message_too_large"
     http_status = 413
 
 
 class MessageQuarantinedError(HermesPoolError):
-    """The very same message has ended too many workers (``restarts.quarantine_after``). Any other one works.
+    """The same message has killed too many workers (``restarts.quarantine_after``). Other messages still work.
 
-    ``fingerprint`` is its name, by which it can be released, and ``deaths`` the number of workers that died of it.
+    ``fingerprint`` identifies it, for ``release``; ``deaths`` is how many workers it has killed.
     """
 
     code = "message_quarantined"
@@ -112,8 +112,8 @@ class MessageQuarantinedError(HermesPoolError):
 class PoolClosedError(HermesPoolError):
     """The pool is closing or closed, or was never opened.
 
-    Not retryable: a closed pool stays closed, and a loop that tries again would never end. The status is 503 all the
-    same, since the clients of a web host may well try again: their next request gets to the host's new process.
+    Not retryable: a closed pool stays closed, and a retry loop would never end. The status is 503 nevertheless, since
+    the clients of a web host may retry: their next request reaches the host's new process.
     """
 
     code = "pool_closed"
@@ -121,10 +121,10 @@ class PoolClosedError(HermesPoolError):
 
 
 class PoolDrainingError(PoolClosedError):
-    """The pool is being drained, or has been: it begins nothing new until somebody calls ``resume``.
+    """The pool is draining or drained: it begins nothing new until ``resume`` is called.
 
-    Retryable, unlike its parent: a resumed pool takes the message, as does any other pool; and a loop that tries again
-    ends when this one is closed.
+    Retryable, unlike its parent: a resumed pool takes the message, as does any other pool, and a retry loop ends when
+    this pool is closed.
     """
 
     code = "pool_draining"
@@ -140,7 +140,7 @@ class PoolPausedError(HermesPoolError):
 
 
 class ConversationBusyError(HermesPoolError):
-    """Another turn of this conversation runs (``busy="reject"``), or too many wait, or the wait took too long."""
+    """Another turn of this conversation runs (``busy="reject"``), too many messages wait, or the wait was too long."""
 
     code = "conversation_busy"
     http_status = 409
@@ -148,11 +148,11 @@ class ConversationBusyError(HermesPoolError):
 
 
 class PoolFullError(HermesPoolError):
-    """As many workers as allowed run, each with a turn: none can make room.
+    """All ``workers_max`` workers are in use, and no idle one can make room.
 
-    ``position`` is the place in the queue that the message had, or would have got (1 is the next to be served),
-    ``waiting`` how many others are in the queue, and ``expected_wait_s`` about how many seconds a place like this takes
-    at the present pace (``None``: not known yet). ``retry_after_s`` is the same.
+    ``position`` is the message's position in the queue, or the one it would have had (1 is next). ``waiting`` is how
+    many others are in the queue. ``expected_wait_s`` estimates the wait at that position, in seconds, at the current
+    pace (``None``: unknown); ``retry_after_s`` is the same.
     """
 
     code = "pool_full"
@@ -174,11 +174,11 @@ class PoolFullError(HermesPoolError):
         self.expected_wait_s = self.retry_after_s = expected_wait_s
 
 
-# --- a worker cannot be had ------------------------------------------------------------------------------------------
+# --- no worker is available ------------------------------------------------------------------------------------------
 
 
 class RestartBackoffError(HermesPoolError):
-    """The conversation's workers died too often: none is started for ``retry_after_s`` seconds."""
+    """The conversation's workers have died too often: none is started for ``retry_after_s`` seconds."""
 
     code = "restart_backoff"
     http_status = 503
@@ -191,9 +191,9 @@ class RestartBackoffError(HermesPoolError):
 
 
 class WorkerStartError(HermesPoolError):
-    """No worker could be started. ``step`` is the one that failed: ``launch``, ``hello`` or ``open``.
+    """No worker could be started. ``step`` names the step that failed: ``launch``, ``hello`` or ``open``.
 
-    ``what`` is the message without the last lines of stderr, which may be of one conversation only.
+    ``what`` is the message without the last lines of stderr, which may concern a single conversation.
     """
 
     code = "worker_start_failed"
@@ -210,7 +210,7 @@ class WorkerStartError(HermesPoolError):
 
 
 class WorkerUnusableError(WorkerStartError):
-    """No worker will ever start like this: an interpreter, package, folder or setting is missing. Never tried again."""
+    """No worker can ever start like this: an interpreter, package, folder or setting is missing. Not retried."""
 
     code = "worker_unusable"
     http_status = 500
@@ -218,7 +218,7 @@ class WorkerUnusableError(WorkerStartError):
 
 
 class NoCapacityError(WorkerStartError):
-    """The operating system has no process, descriptor or memory left to give; sessions that run are not touched."""
+    """The operating system is out of processes, descriptors or memory. Running sessions are not affected."""
 
     code = "no_capacity"
 
@@ -230,7 +230,7 @@ class WorkerStartTimeoutError(WorkerStartError):
 
 
 class PoolUnavailableError(WorkerStartError):
-    """Not even tried: the starts before have failed. The next one is tried in ``retry_after_s`` seconds."""
+    """No start was attempted, since earlier ones failed. The next attempt is allowed in ``retry_after_s`` seconds."""
 
     code = "pool_unavailable"
     retry_after_s: float
@@ -241,9 +241,9 @@ class PoolUnavailableError(WorkerStartError):
 
 
 class PoolUnusableError(PoolUnavailableError, WorkerUnusableError):
-    """Not even tried: the start before has shown that none can succeed; the message has the remedy.
+    """No start was attempted, since an earlier one has shown that none can succeed. The message has the remedy.
 
-    Once that is mended, a start is tried at once where the pool can see it, else in ``retry_after_s`` seconds.
+    Once that is fixed, a start is attempted at once if the pool can see the fix, otherwise in ``retry_after_s`` seconds.
     """
 
     code = "pool_unusable"
@@ -255,7 +255,7 @@ class PoolUnusableError(PoolUnavailableError, WorkerUnusableError):
 
 
 class TurnError(HermesPoolError):
-    """A turn ended without a reply. The conversation's history is as it was before, and its next message works."""
+    """A turn ended without a reply. The conversation's history is as before the turn, and its next message works."""
 
     code = "turn_failed"
     http_status = 502
@@ -263,7 +263,7 @@ class TurnError(HermesPoolError):
 
 
 class AgentFailedError(TurnError):
-    """The agent could not answer (a provider's error, say). ``reason`` is a short word for programs."""
+    """The agent could not answer (a provider error, say). ``reason`` is a short word for programs."""
 
     code = "agent_failed"
     retryable = True
@@ -274,10 +274,10 @@ class AgentFailedError(TurnError):
 
 
 class WorkerDiedError(TurnError):
-    """The worker died in this turn, and no other one ran the turn to its end. Raised as one of its two subclasses.
+    """The worker died in this turn, and no other worker completed it. Raised as one of its two subclasses.
 
-    ``exit`` is the last death in words, ``returncode`` its status (negative: the signal; ``None``: unknown),
-    ``stderr_tail`` the last lines that the worker wrote, and ``report`` all that is known of it.
+    ``exit`` describes the last death in words, ``returncode`` is its status (negative: the signal; ``None``: unknown),
+    ``stderr_tail`` holds the last lines that the worker wrote to stderr, and ``report`` all that is known.
     """
 
     code = "worker_died"
@@ -286,7 +286,7 @@ class WorkerDiedError(TurnError):
         self,
         message: str,
         *,
-        exit: str,  # noqa: A002 - the word that people look for
+        exit: str,  # noqa: A002 - the usual word for it
         returncode: int | None,
         conversation_id: str | None = None,
         stderr_tail: Sequence[str] = (),
@@ -300,9 +300,9 @@ class WorkerDiedError(TurnError):
 
 
 class WorkerCrashedError(WorkerDiedError):
-    """The worker died in this turn, and so did those that took over. No tool had started, or ``replay="always"``.
+    """The worker died in this turn, and the turn was given up. No tool had started, or ``replay="always"``.
 
-    Send the message again, once: it may be what kills the workers.
+    Send the message again, but only once: it may be what kills the workers.
     """
 
     code = "worker_crashed"
@@ -310,10 +310,10 @@ class WorkerCrashedError(WorkerDiedError):
 
 
 class TurnInterruptedError(WorkerDiedError):
-    """The worker died after a tool had started: the turn was not repeated, since its effect may have happened.
+    """The worker died after a tool had started. The turn was not repeated, since the tool may have acted.
 
-    ``tools`` are the names of those that may have acted. Find out whether they have before you send the message again:
-    it would repeat their effects. So it is not retryable, and its status is one that nothing repeats by itself.
+    ``tools`` names those that may have acted. Find out whether they did before you send the message again: that would
+    repeat their effects. So the error is not retryable, and its status is one that no client repeats on its own.
     """
 
     code = "turn_interrupted"
@@ -344,8 +344,8 @@ class TurnInterruptedError(WorkerDiedError):
 class TurnTimeoutError(TurnError):
     """The turn ran too long. ``limit`` is the setting that ended it: ``timeouts.turn_s`` or ``timeouts.progress_s``.
 
-    ``verdict`` is what its worker was judged to be doing, and ``stacks`` are the Python stacks of the worker's threads,
-    where it did not obey the cancel and had to be killed.
+    ``verdict`` says what its worker was doing. ``stacks`` are the Python stacks of the worker's threads, if it ignored
+    the cancel and was killed.
     """
 
     code = "turn_timeout"
@@ -364,8 +364,8 @@ class TurnTimeoutError(TurnError):
 class TurnCancelledError(TurnError):
     """The conversation was stopped, or the pool closed, while this turn ran or waited.
 
-    ``sent`` is false where the turn had not begun. It is ``retryable`` where that, or the end of the pool, is all that
-    was wrong; its status is then 503. Else somebody wanted this turn to end, and the status is 409.
+    ``sent`` is false if the turn had not begun. The error is ``retryable``, with status 503, if the turn had not begun or
+    only the pool was closing. Otherwise somebody ended this very turn, and the status is 409.
     """
 
     code = "turn_cancelled"
@@ -383,7 +383,7 @@ class TurnCancelledError(TurnError):
 
 
 class StoreError(HermesPoolError):
-    """The database did not answer in time, or refused. A turn that runs is never failed by it."""
+    """The database did not answer in time, or refused. It never fails a running turn."""
 
     code = "store_failed"
     http_status = 503
@@ -391,7 +391,7 @@ class StoreError(HermesPoolError):
 
 
 class StateNotWritableError(StoreError):
-    """The conversation's ``agent_state`` cannot take ours without a loss: it is not a JSON object, or has no row."""
+    """The state cannot be stored without loss: ``agent_state`` is not a JSON object, or the conversation has no row."""
 
     code = "state_not_writable"
     http_status = 409

@@ -1,8 +1,8 @@
 """The states of a worker and of a turn, and every transition between them.
 
-Two rules. Everything about transitions is in these two tables and nowhere else. And events are facts in the past tense:
-killing is an action, dying is an event, so a state without a process is entered only when an exit was seen, or when
-there never was a process. An empty cell is a bug in this library, and raises ``ImpossibleTransitionError``.
+Two rules. All transitions are in these two tables, and nowhere else. And events are facts in the past tense: killing is
+an action, dying is an event. So a state without a process is entered only after an exit was seen, or if there never was
+a process. To reach an empty cell is a bug in this library, and raises ``ImpossibleTransitionError``.
 
     worker   STOPPED --START_BEGUN--> STARTING --OPENED--> IDLE --TURN_BEGUN--> BUSY --TURN_ENDED--> IDLE
     turn     QUEUED --BEGUN--> STARTING --HANDED_OVER--> RUNNING --SETTLED--> SETTLED
@@ -17,11 +17,11 @@ E = TypeVar("E", bound=StrEnum)
 
 
 class ImpossibleTransitionError(AssertionError):
-    """An event came that cannot happen in this state: a bug in hermes-pool."""
+    """An event happened that is impossible in this state: a bug in hermes-pool."""
 
 
 class Row(dict[E, S], Generic[E, S]):
-    """What follows from each event that can happen in one state."""
+    """The next state for each event that is possible in one state."""
 
     def __init__(self, what: str, state: S, cells: Mapping[E, S]) -> None:
         super().__init__(cells)
@@ -29,7 +29,7 @@ class Row(dict[E, S], Generic[E, S]):
         self._state = state
 
     def __missing__(self, event: E) -> NoReturn:
-        """Refuse an event that cannot happen."""
+        """Refuse an event that is impossible in this state."""
         raise ImpossibleTransitionError(
             f"{event.value} cannot happen to a {self._what} that is {self._state.value}: "
             "this is a bug in hermes-pool, please report it"
@@ -47,19 +47,19 @@ class WorkerState(StrEnum):
     """What a session's worker is doing."""
 
     STOPPED = "stopped"
-    """No process. The next message resumes the session, if there is one."""
+    """No process. The next message starts one and resumes the session, if there is one."""
     STARTING = "starting"
     """A process is being started, or is not ready yet."""
     IDLE = "idle"
-    """Ready, and no turn runs."""
+    """Ready, with no turn."""
     BUSY = "busy"
-    """A turn runs."""
+    """It runs a turn."""
     STOPPING = "stopping"
     """The process has been asked to go, or is being killed."""
     FAILED = "failed"
-    """No process: it could not be started. The next message tries again."""
+    """No process, since it could not be started. The next message tries again."""
 
-    __hash__ = str.__hash__  # the enumeration's own is Python code, and every turn asks for it
+    __hash__ = str.__hash__  # Enum's own is Python code, and every turn needs it
 
 
 class WorkerChange(StrEnum):
@@ -101,13 +101,13 @@ WORKER: dict[WorkerState, Row[WorkerChange, WorkerState]] = _table(
             WorkerChange.DIED: WorkerState.STOPPED,
         },
         WorkerState.STOPPING: {
-            # The turn's last frame may still come while its worker is on the way out.
+            # The turn's last frame may still arrive while its worker is being stopped.
             WorkerChange.TURN_ENDED: WorkerState.STOPPING,
             WorkerChange.DIED: WorkerState.STOPPED,
         },
     },
 )
-"""The state of a worker after each event."""
+"""The next state of a worker, by state and event."""
 
 ALIVE = frozenset({WorkerState.STARTING, WorkerState.IDLE, WorkerState.BUSY, WorkerState.STOPPING})
 """The states in which there is, or may be, a process."""
@@ -122,15 +122,15 @@ class TurnState(StrEnum):
     QUEUED = "queued"
     """It waits for the turns before it."""
     STARTING = "starting"
-    """The conversation is its own; it waits for an idle worker."""
+    """It holds the conversation, and waits for an idle worker."""
     RUNNING = "running"
     """A worker has it."""
     CANCELLING = "cancelling"
-    """A worker has it and was asked to end it."""
+    """A worker has it, and was asked to end it."""
     RECOVERING = "recovering"
-    """Its worker has died; another one is being started, to deliver its reply, run it again or take it back."""
+    """Its worker died. Another one is being started, to deliver its reply, run it again or remove it."""
     SETTLED = "settled"
-    """It has ended, with a reply or an error, and for good."""
+    """It has ended for good, with a reply or an error."""
 
     __hash__ = str.__hash__
 
@@ -139,11 +139,11 @@ class TurnChange(StrEnum):
     """What has happened to a turn."""
 
     BEGUN = "begun"
-    """The conversation is free for it."""
+    """It has acquired the conversation."""
     HANDED_OVER = "handed_over"
-    """A worker was given it."""
+    """A worker was given the turn."""
     END_WANTED = "end_wanted"
-    """It was cancelled or stopped, or a limit of time was reached. Why is the turn's ``ending``."""
+    """It was cancelled or stopped, or reached a time limit. The turn's ``ending`` has the reason."""
     WORKER_DIED = "worker_died"
     SETTLED = "settled"
 
@@ -153,7 +153,7 @@ class TurnChange(StrEnum):
 TURN: dict[TurnState, Row[TurnChange, TurnState]] = _table(
     "turn",
     {
-        # Before a worker has it there is nobody to ask for its end: it settles when its time comes.
+        # Before a worker has it, there is no worker to ask for its end: it settles when its time comes.
         TurnState.QUEUED: {
             TurnChange.BEGUN: TurnState.STARTING,
             TurnChange.END_WANTED: TurnState.QUEUED,
@@ -169,11 +169,11 @@ TURN: dict[TurnState, Row[TurnChange, TurnState]] = _table(
             TurnChange.WORKER_DIED: TurnState.RECOVERING,
             TurnChange.SETTLED: TurnState.SETTLED,
         },
-        # A worker that dies while its turn is being cancelled ends that turn: nothing is left to recover.
+        # A worker that dies while its turn is being cancelled ends that turn: there is nothing to recover.
         TurnState.CANCELLING: {
             TurnChange.SETTLED: TurnState.SETTLED,
         },
-        # One recovery at a time: it finds by itself that its new worker has died, or that the end is wanted.
+        # One recovery at a time: it notices by itself that the new worker died, or that the end is wanted.
         TurnState.RECOVERING: {
             TurnChange.HANDED_OVER: TurnState.RUNNING,
             TurnChange.END_WANTED: TurnState.RECOVERING,
@@ -183,4 +183,4 @@ TURN: dict[TurnState, Row[TurnChange, TurnState]] = _table(
         TurnState.SETTLED: {},
     },
 )
-"""The state of a turn after each event."""
+"""The next state of a turn, by state and event."""

@@ -336,7 +336,9 @@ class HermesSessionManager:
         """Bound the memory of sessions that are at rest; the ones longest known go first."""
         if len(self._sessions) <= SESSIONS_KEPT:
             return
-        resting = [key for key, session in self._sessions.items() if session.at_rest and not session.metadata.unsaved]
+        resting = [
+            key for key, session in self._sessions.items() if session.is_inactive and not session.metadata.unsaved
+        ]
         for key in resting[: len(self._sessions) - SESSIONS_KEPT]:
             del self._sessions[key]
             self._by_id.pop(key.conversation_id, None)
@@ -364,7 +366,7 @@ class HermesSessionManager:
         while True:
             await asyncio.sleep(sweep_every_s(self.settings.timeouts.idle_s))
             self._services.factory.spares.refill()
-            self._admission.tidy()
+            self._admission.reclaim_permits()
             idle = [
                 session
                 for session in self._sessions.values()

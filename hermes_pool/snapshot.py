@@ -1,18 +1,18 @@
-"""Pool and sessions as the outside sees them: what ``HermesSessionManager`` tells and ``hermes-pool ps`` shows."""
+"""The public view of pool and sessions: what ``HermesSessionManager`` returns and ``hermes-pool ps`` shows."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class BreakerState(StrEnum):
-    """Whether a breaker lets tries in."""
+    """Whether a breaker allows attempts."""
 
     CLOSED = "closed"
-    """All are let in."""
+    """Every attempt is allowed."""
     OPEN = "open"
-    """None is, until its time has come."""
+    """No attempt is allowed until a time has passed."""
     HALF_OPEN = "half_open"
-    """One is, and decides: its success closes, its failure opens again for longer."""
+    """One attempt is allowed: success closes the breaker, failure opens it again for longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,23 +22,23 @@ class BreakerSnapshot:
     state: str
     """A ``BreakerState``."""
     failures: int
-    """Those that count now: deaths in the window, or failed starts in a row."""
+    """The failures that count now: deaths in the window, or consecutive failed starts."""
     failures_max: int
-    """For restarts the most that are allowed, for starts the number at which the breaker opens."""
+    """For restarts, how many are allowed; for starts, how many open the breaker."""
     retry_after_s: float | None = None
-    """In how many seconds the next try is let in; ``None`` where nobody has to wait."""
+    """In how many seconds the next attempt is allowed; ``None`` if one is allowed now."""
     last_error: str | None = None
-    """What opened it, where it knows."""
+    """The error that opened it, if known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillerSnapshot:
-    """A message that has ended workers. Its text is nowhere kept."""
+    """A message that has killed workers. Its text is not kept anywhere."""
 
     fingerprint: str
-    """Of the text; a name for it in this process only."""
+    """Identifies the text, in this process only."""
     deaths: int
-    """How many workers have died of it."""
+    """How many workers it has killed."""
     quarantined: bool
     """Whether it is refused."""
 
@@ -48,73 +48,73 @@ class PoolSnapshot:
     """The pool as a whole at one moment."""
 
     state: str
-    """A state of ``admission.PoolState``: ``open``, ``paused``, ``draining``, ``drained`` or ``closed``."""
+    """A ``pool_state.PoolState``: ``open``, ``paused``, ``draining``, ``drained`` or ``closed``."""
     workers: int
-    """Workers that count against the limit: those that run, are being started, or have not ended yet."""
+    """Workers that count towards the limit: running, starting, or not ended yet."""
     workers_max: int
     waiting: int = 0
-    """Messages in line for a worker."""
+    """Messages in the queue for a worker."""
     held: int = 0
-    """Messages that wait for the pool to be resumed."""
+    """Messages that are held until the pool is resumed."""
     expected_wait_s: float | None = None
-    """How long a further message would wait for a worker, in seconds, by the latest turns; ``None``: not known yet."""
+    """How long another message would wait for a worker, in seconds, by the latest turns; ``None``: unknown."""
     starts: BreakerSnapshot | None = None
-    """Whether workers are started, or refused since the starts before have failed, and why. ``None``: from a pool that
-    was never opened, or a supervisor that is older than this field."""
+    """Whether workers may be started, or starts are refused because earlier ones failed, and why. ``None`` for a pool that
+    was never opened, or a supervisor older than this field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionSnapshot:
-    """One session at one moment. Times are in seconds, ``None`` is "there is none" or "cannot be known"."""
+    """One session at one moment. Times are in seconds; ``None`` means "there is none" or "unknown"."""
 
     conversation_id: str
     """Empty for a spare worker."""
     user_id: str | None = None
     session_id: str | None = None
-    """The agent's own name of the session (Hermes' ``session_id``)."""
+    """The agent's own id of the session (Hermes' ``session_id``)."""
     state: str
-    """A state of ``lifecycle.State``, or ``spare``; of a stored row its ``status``: ``healthy``, ``dormant``,
+    """A ``lifecycle.WorkerState``, or ``spare``. For a stored row, its ``status``: ``healthy``, ``dormant`` or
     ``failed``."""
     health: str = "none"
-    """What the operating system says of the process: ``alive``, ``frozen`` (stopped by a signal), ``dead`` or
-    ``unknown``; ``none`` where there should be no process."""
+    """What the operating system reports about the process: ``alive``, ``frozen`` (stopped by a signal), ``dead`` or
+    ``unknown``; ``none`` if there should be no process."""
     agent: str = ""
     pid: int | None = None
     create_time: float | None = None
-    """Of the process, in seconds since the epoch; with the pid, its identity."""
+    """When the process was created, in seconds since the epoch. It identifies the process together with the pid."""
     incarnation: int = 0
-    """The how-manieth worker of the session in this supervisor."""
+    """The number of the worker, counted from 1 in this supervisor."""
     uptime_s: float | None = None
     idle_s: float | None = None
-    """Since the end of the last turn; ``None`` while a turn runs."""
+    """The time since the last turn ended, or since the worker was ready; ``None`` unless it is idle."""
     verdict: str | None = None
-    """What the worker was judged to be doing at the last look, in a turn: a ``verdict.Verdict``."""
+    """What the worker was doing in its turn, by the last sample: a ``liveness.Verdict``."""
     verdict_reason: str | None = None
     """Why, in words."""
     turn_s: float | None = None
-    """Since the begin of the turn that runs."""
+    """How long the current turn has been running."""
     rss_bytes: int | None = None
     """Resident memory of the worker and all its descendants."""
     cpu_s: float | None = None
-    """CPU time that the worker and its living descendants have used."""
+    """CPU time used by the worker and its living descendants."""
     turns: int = 0
-    """Turns that ended with a reply, in this supervisor."""
+    """How many turns have ended with a reply."""
     waiting: int = 0
-    """Callers in line for this conversation."""
+    """Messages that wait for this conversation to be free."""
     restart_count: int = 0
     last_used_at: str | None = None
     """End of the last turn, ISO 8601 in UTC."""
     last_error: str | None = None
     restart_breaker: str = BreakerState.CLOSED.value
-    """A ``breakers.BreakerState``: ``open`` while no worker is started for it, since they died too often;
-    ``half_open`` when that time is over, and the next turn decides."""
+    """A ``BreakerState``: ``open`` while no worker is started because too many have died; ``half_open`` once that time is
+    over, and the next turn decides."""
     retry_after_s: float | None = None
-    """In how many seconds a worker is started again; ``None`` where nobody has to wait."""
+    """In how many seconds a worker may be started again; ``None`` if it may be now."""
     quarantined: tuple[str, ...] = ()
-    """Fingerprints of the messages that are not sent any more, since they ended too many workers."""
+    """Fingerprints of the messages that are refused because they killed too many workers."""
     last_death: str | None = None
-    """The report (``DeathReport.report_id``) of the last worker that died unasked, as long as it is kept."""
+    """The ``DeathReport.report_id`` of the last unexpected death, as long as that report is kept."""
     jobs: tuple[str, ...] = ()
-    """Names of the agent's open jobs in the background, which keep an idle worker for ``timeouts.background_s``."""
+    """Names of the agent's open background jobs. They keep an idle worker for ``timeouts.background_s``."""
     host: str | None = None
     supervisor_pid: int | None = None

@@ -17,11 +17,11 @@ class BackgroundJobs:
         self._timeout_s = timeout_s
         self._clock = clock
         self._jobs: dict[str, str] = {}
-        self.rest()
+        self.restart_clocks()
 
-    def rest(self) -> None:
+    def restart_clocks(self) -> None:
         """Start the clocks anew: a turn has ended, or the worker is ready."""
-        self.resting_since = self.idle_since = self._clock()
+        self.ready_since = self.idle_since = self._clock()
         self._begun = 0
 
     def still_working(self) -> None:
@@ -36,7 +36,7 @@ class BackgroundJobs:
     @property
     def in_time(self) -> bool:
         """Whether background work, if there is any, may still go on."""
-        return self._clock() - self.resting_since < self._timeout_s
+        return self._clock() - self.ready_since < self._timeout_s
 
     @property
     def keep_worker(self) -> bool:
@@ -65,7 +65,7 @@ class BackgroundJobs:
         return names
 
 
-def shown(names: Iterable[str]) -> str:
+def summary_of(names: Iterable[str]) -> str:
     """Return names for people: the first few, each of bounded length."""
     few = list(names)
     more = len(few) - _NAMES_SHOWN_MAX

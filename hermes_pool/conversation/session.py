@@ -8,7 +8,7 @@ import asyncio
 from typing import Literal, assert_never
 
 from hermes_pool.conversation.active_turn import ActiveTurn, Ending
-from hermes_pool.conversation.background_jobs import shown
+from hermes_pool.conversation.background_jobs import summary_of
 from hermes_pool.conversation.crashes import died_with
 from hermes_pool.conversation.deadlines import Limit, TurnDeadlines
 from hermes_pool.conversation.metadata import SessionMetadata
@@ -38,7 +38,7 @@ from hermes_pool.settings import SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool_worker import wire
 
-LOOKED_AT_AFTER_S = 0.5
+CHECK_FROZEN_AFTER_S = 0.5
 """A worker that was idle for this long is looked at before it gets a turn: it may have been stopped by a signal."""
 _UTF8_BYTES_MAX = 4
 _TURN_BYTES_MAX = 256  # of a turn's frame, beside its text
@@ -94,12 +94,12 @@ class Session:
         return self.slot.turn is not None
 
     @property
-    def at_rest(self) -> bool:
+    def is_inactive(self) -> bool:
         """Whether nothing at all goes on here: no process, no caller."""
         return self.slot.is_empty and not self._lock.locked()
 
     @property
-    def is_resting(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the worker is ready and has no turn; it may have work in the background."""
         return self.state is WorkerState.IDLE and not self._lock.locked()
 
@@ -109,7 +109,7 @@ class Session:
         Work in the background counts, for ``timeouts.background_s``: until then it keeps the worker even where room is
         needed. Work that shows only as a process is looked for when the worker is about to go.
         """
-        if not self.is_resting or self.slot.jobs.keep_worker:
+        if not self.is_ready or self.slot.jobs.keep_worker:
             return None
         return self._loop.time() - self.slot.jobs.idle_since
 
@@ -129,7 +129,7 @@ class Session:
             create_time=process.create_time if process is not None else None,
             incarnation=metadata.incarnation,
             uptime_s=now - connection.started_at if connection is not None and process is not None else None,
-            idle_s=now - slot.jobs.resting_since if self.is_resting else None,
+            idle_s=now - slot.jobs.ready_since if self.is_ready else None,
             jobs=slot.jobs.names,
             turn_s=now - turn.began_at if turn is not None else None,
             verdict=None if diagnosis is None else diagnosis.verdict.value,
@@ -166,7 +166,9 @@ class Session:
             if left and slot.jobs.in_time:
                 slot.jobs.still_working()
                 return False
-            abandoned = f"work in the background was abandoned (timeouts.background_s): {shown(left)}" if left else None
+            abandoned = (
+                f"work in the background was abandoned (timeouts.background_s): {summary_of(left)}" if left else None
+            )
             saved = await metadata.save("dormant", error=abandoned)
             if not saved and not (room_is_needed and metadata.never_storable):
                 return False  # never killed before it is saved; the next sweep tries again
@@ -236,8 +238,8 @@ class Session:
             if self.quarantine.killers:
                 self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
             if self._services.admission.state is not PoolState.OPEN:
-                await self._services.admission.passed(self)
-            if self._loop.time() - self.slot.jobs.resting_since >= LOOKED_AT_AFTER_S:
+                await self._services.admission.wait_while_paused(self)
+            if self._loop.time() - self.slot.jobs.ready_since >= CHECK_FROZEN_AFTER_S:
                 await self._replace_frozen()
             if self.slot.state is not WorkerState.IDLE or self._services.admission.state is PoolState.CLOSED:
                 await self._have_idle_worker(turn)
@@ -305,7 +307,7 @@ class Session:
             ) from None
         finally:
             self.waiting -= 1
-            self._services.admission.news.set()
+            self._services.admission.counts_changed.set()
 
     async def _replace_frozen(self) -> None:
         """Kill an idle worker that somebody has stopped (SIGSTOP): it would sit on the turn that it is given."""
@@ -466,7 +468,7 @@ class Session:
         """Let the next message in."""
         self._begun = None
         self._lock.release()
-        self._services.admission.news.set()
+        self._services.admission.counts_changed.set()
 
     # --- over a limit ---
 

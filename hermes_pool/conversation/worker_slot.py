@@ -148,12 +148,12 @@ class WorkerSlot:
     async def _fill(self) -> wire.Opened:
         try:
             await self._services.admission.make_room(self.occupant)
-            self.became(WorkerChange.START_BEGUN)
+            self.transition(WorkerChange.START_BEGUN)
             try:
                 connection = await self._services.factory.start(self._id, self._request(), self, self._launch_failed)
             except asyncio.CancelledError:  # the connection saw to the process before it let go
-                self.became(WorkerChange.STOP_BEGUN)
-                self.became(WorkerChange.DIED)
+                self.transition(WorkerChange.STOP_BEGUN)
+                self.transition(WorkerChange.DIED)
                 raise
             except Exception as error:
                 self._start_failed(error)
@@ -184,7 +184,7 @@ class WorkerSlot:
         self._metadata.start_failed(error)
         if isinstance(error, WorkerStartError) and not isinstance(error, _OF_THE_POOL):
             self.restart_budget.note_death()
-        self.became(WorkerChange.START_FAILED, error=str(error))
+        self.transition(WorkerChange.START_FAILED, error=str(error))
 
     def _take(self, connection: WorkerConnection) -> wire.Opened:
         opened, process = connection.opened, connection.process
@@ -194,10 +194,10 @@ class WorkerSlot:
         self._ready_after_s = monotonic() - connection.started_at - connection.steps.get("launch", 0.0)
         self._servers = processes.child_pids(process.pid)
         self._logs_turns, self._logs_changes = is_enabled_for(DEBUG), is_enabled_for(INFO)
-        self.jobs.rest()
+        self.jobs.restart_clocks()
         replaces, self.unreplaced = self.unreplaced is not None, None
         self._on_ready(opened)
-        self.became(WorkerChange.OPENED, resumed=opened.resumed, steps=connection.steps)
+        self.transition(WorkerChange.OPENED, resumed=opened.resumed, steps=connection.steps)
         if opened.notice is not None:
             self._log.warning("not_resumed", notice=opened.notice)
         self._metadata.opened(opened, (process.pid, process.create_time), replaces=replaces)
@@ -209,15 +209,15 @@ class WorkerSlot:
         """Give the worker, which is idle, a turn."""
         assert self.connection is not None  # noqa: S101 - for the type checker: an idle worker is there
         self.turn = turn
-        self.became(WorkerChange.TURN_BEGUN)
+        self.transition(WorkerChange.TURN_BEGUN)
         self.connection.hand_over(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
 
     def turn_settled(self) -> None:
         """Learn that the turn has ended."""
         turn, self.turn = self.turn, None
-        self.jobs.rest()
+        self.jobs.restart_clocks()
         if self.state is WorkerState.BUSY or self.state is WorkerState.STOPPING:
-            self.became(WorkerChange.TURN_ENDED)
+            self.transition(WorkerChange.TURN_ENDED)
         if self.connection is None:
             self._services.admission.changed(self.occupant, self.state)  # it has kept its permit for the turn
         elif turn is not None and turn.lags:
@@ -246,7 +246,7 @@ class WorkerSlot:
         """
         connection = self.connection
         if connection is not None and (self.state is WorkerState.IDLE or self.state is WorkerState.BUSY):
-            self.became(WorkerChange.STOP_BEGUN, reason=reason)
+            self.transition(WorkerChange.STOP_BEGUN, reason=reason)
             timeouts = self._services.settings.timeouts
             self._end(connection.stop(timeouts.close_grace_s, timeouts.term_grace_s))
         if self._ending is None:
@@ -281,7 +281,7 @@ class WorkerSlot:
         if self.state is not WorkerState.BUSY and (self.state is not WorkerState.IDLE or diagnosis is not None):
             return
         if wanted:
-            self.became(WorkerChange.STOP_BEGUN, reason=reason)
+            self.transition(WorkerChange.STOP_BEGUN, reason=reason)
             self._end(self._kill(connection, reason, hangs=turn is not None))
             await self.stop(reason)
             return
@@ -327,13 +327,13 @@ class WorkerSlot:
         """Whether the worker has a turn, or work in the background that may go on."""
         return self.state is not WorkerState.IDLE or self.jobs.keep_worker
 
-    def ask(self) -> None:
+    def ping(self) -> None:
         """Ask the worker for a sign of life, unless it owes one already."""
         if self.connection is not None:
-            self.connection.ask()
+            self.connection.ping()
 
     def evidence(
-        self, samples: tuple[Sample, ...], at_rest: frozenset[ProcessIdentity], trusted_from: float
+        self, samples: tuple[Sample, ...], descendants_when_idle: frozenset[ProcessIdentity], trusted_from: float
     ) -> Evidence:
         """Return all that is known of the worker in its turn."""
         turn, now = self.turn, self._loop.time()
@@ -346,9 +346,9 @@ class WorkerSlot:
             now=now,
             heard_at=now if turn is None else turn.heard_at,
             begun=turn is None or turn.last_event is not None,
-            asked_at=None if self.connection is None else self.connection.asked_at,
+            pinged_at=None if self.connection is None else self.connection.pinged_at,
             samples=samples,
-            at_rest=at_rest,
+            descendants_when_idle=descendants_when_idle,
             tools_open=() if turn is None else tuple(turn.tools_open.values()),
             excuse=excuse,
             trusted_from=trusted_from,
@@ -375,21 +375,21 @@ class WorkerSlot:
         if name is None:
             return False
         self._log.info("background_finished", job_id=frame.job_id, job=name)
-        self._tell_host(frame)
+        self._notify_host(frame)
         if not jobs.names and self.state is WorkerState.IDLE:
             self._services.admission.changed(self.occupant, self.state)  # who needs room may have its worker now
             if self.retiring is not None:
                 self._services.in_background(self.occupant.hibernate(0.0, reason=self.retiring))
         return True
 
-    def _tell_host(self, finished: wire.BackgroundFinished) -> None:
+    def _notify_host(self, finished: wire.BackgroundFinished) -> None:
         if self._services.on_background is not None:
             try:
                 self._services.on_background(self.occupant.key, finished)
             except Exception as error:  # noqa: BLE001 - the host's fault, and not the worker's
                 self._log.error("on_background_failed", error=repr(error), exc_info=error)
 
-    def connection_said(self, line: str) -> None:
+    def connection_stderr(self, line: str) -> None:
         """Log a line of the worker's stderr."""
         self._log.info("worker_stderr", line=line)
 
@@ -399,7 +399,7 @@ class WorkerSlot:
             return  # it never became ready: its start reports it
         worker, metadata, turn = self._metadata.worker, self._metadata, self.turn
         self.connection = self.diagnosis = self.retiring = None
-        self.became(WorkerChange.DIED, exit=str(death), wanted=death.wanted)
+        self.transition(WorkerChange.DIED, exit=str(death), wanted=death.wanted)
         report = report_of(
             connection,
             death,
@@ -435,7 +435,7 @@ class WorkerSlot:
 
     # --- the table ---
 
-    def became(self, event: WorkerChange, **facts: Any) -> None:
+    def transition(self, event: WorkerChange, **facts: Any) -> None:
         """Make a transition and announce it; the facts go into the log."""
         before = self.state
         self.state = WORKER[before][event]

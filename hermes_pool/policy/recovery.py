@@ -1,7 +1,7 @@
 """What happens to a turn whose worker died: pure decisions from facts.
 
-The rule behind them: to replace a worker and to run a turn again are two decisions. A dead worker is replaced while the
-turn's budget lasts. The turn runs again only where it can have had no effect.
+Replacing the worker and running the turn again are two separate decisions. A dead worker is replaced while the turn's
+budget lasts. The turn runs again only if it cannot have had any effect.
 """
 
 from dataclasses import dataclass
@@ -13,34 +13,34 @@ Replay = Literal["until_tool", "always", "never"]
 
 
 class Decision(StrEnum):
-    """What happens next to the turn."""
+    """What happens to the turn next."""
 
     REPLACE = "replace"
     """Start another worker; then decide again."""
     REPLAY = "replay"
     """Hand the turn to the new worker."""
     DELIVER = "deliver"
-    """Settle it with the reply that the dead worker had finished, and the new one found in the history."""
+    """Settle it with the reply that the dead worker had completed and the new one found in the history."""
     END = "end"
-    """Settle it as was wanted before its worker died."""
+    """Settle it as requested before its worker died."""
     INTERRUPT = "interrupt"
     """Settle it with ``TurnInterruptedError``: a tool may have acted."""
     CRASH = "crash"
     """Settle it with ``WorkerCrashedError``."""
     REFUSE = "refuse"
-    """Settle it with the error of the start: nothing else has happened."""
+    """Settle it with the error of the failed start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnFacts:
-    """What is known of the turn."""
+    """What is known about the turn."""
 
     deaths: int
-    """Workers that have died with it so far."""
+    """How many workers have died with it so far."""
     tools_started: bool
     """Whether a tool may have acted, in any attempt."""
     end_wanted: bool
-    """Whether it was to end anyway: cancelled, stopped, or over a limit of time."""
+    """Whether it was to end anyway: cancelled, stopped, or over a time limit."""
     replay: Replay
     replacements_max: int
     """How many dead workers may be replaced for one turn."""
@@ -48,16 +48,16 @@ class TurnFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """What became of the worker that was to take over."""
+    """The outcome of starting another worker."""
 
     alive: bool = True
-    """Whether it is still there."""
+    """Whether the new worker is still alive."""
     recovered: bool = False
     """Whether it found the turn complete in the history."""
 
 
 def after_death(turn: TurnFacts) -> Decision:
-    """Decide when a worker has died in a turn."""
+    """Decide after a worker died in a turn."""
     if turn.end_wanted:
         return Decision.END
     if turn.deaths > turn.replacements_max:
@@ -66,7 +66,7 @@ def after_death(turn: TurnFacts) -> Decision:
 
 
 def after_replacement(turn: TurnFacts, replacement: Replacement) -> Decision:
-    """Decide when another worker has opened the session."""
+    """Decide after another worker opened the session."""
     if replacement.recovered:
         return Decision.DELIVER
     if turn.end_wanted:
@@ -79,9 +79,9 @@ def after_replacement(turn: TurnFacts, replacement: Replacement) -> Decision:
 
 
 def after_failed_start(turn: TurnFacts, *, backing_off: bool) -> Decision:
-    """Decide when no other worker could be started; ``backing_off``: none was even tried, too many had died.
+    """Decide after no other worker could be started. ``backing_off``: none was even tried, too many had died.
 
-    That a tool may have acted, or that workers keep dying, matters more to the caller than why nobody could take over.
+    That a tool may have acted, or that workers keep dying, matters more to the caller than why the start failed.
     """
     if turn.end_wanted:
         return Decision.END
@@ -91,5 +91,5 @@ def after_failed_start(turn: TurnFacts, *, backing_off: bool) -> Decision:
 
 
 def _failure(turn: TurnFacts) -> Decision:
-    """Tell which error it is. With ``replay="always"`` the host has said that effects may be repeated."""
+    """Return which error it is. With ``replay="always"`` the host allows effects to be repeated."""
     return Decision.INTERRUPT if turn.tools_started and turn.replay != "always" else Decision.CRASH

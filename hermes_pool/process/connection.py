@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar, assert_never
 
 from hermes_pool.errors import NoCapacityError, WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
 from hermes_pool.policy.liveness import stacks_of
-from hermes_pool.process.death import SIGKILL, Death, Family, How, Stopped, end_family
+from hermes_pool.process.death import SIGKILL, Death, How, ProcessTree, Stopped, end_tree
 from hermes_pool.process.launcher import Command, Exit, Launcher, WorkerProcess
 from hermes_pool.process.stderr_tail import LINES_KEPT, StderrTail
 from hermes_pool.system import processes
@@ -25,7 +25,7 @@ from hermes_pool_worker import contract, wire
 
 LAST_BYTES_S = 0.25
 """How long a dead worker's pipe may stay open (a tool may hold it) before its last bytes count as read."""
-DEAF_EXIT_S = 1.0
+EXIT_AFTER_EOF_S = 1.0
 """How long a worker may live on that has closed its side of the wire."""
 KILLED_EXIT_S = 5.0
 """How long a process may take to go after SIGKILL. One in an uninterruptible call takes longer, and is reported."""
@@ -33,7 +33,7 @@ STACKS_S = 0.5
 """How long to wait, at most, for the Python stacks of a worker that hangs."""
 LARGE_FRAME_BYTES = 16 * 1024
 """From this size of frames on, much is read at once."""
-UNASKED_MAX = 10_000
+UNSOLICITED_MAX = 10_000
 """Most frames that nobody had asked for, such as those of a turn that is over, between one turn and the next."""
 
 Answered = TypeVar("Answered", wire.Hello, wire.Prepared, wire.Opened)
@@ -51,7 +51,7 @@ class ConnectionListener(Protocol):
     def connection_background(self, frame: wire.BackgroundFrame) -> bool:
         """Take news of work that outlasts its turn; return whether anybody had asked for it."""
 
-    def connection_said(self, line: str) -> None:
+    def connection_stderr(self, line: str) -> None:
         """Take a line that the worker wrote to its stderr."""
 
     def connection_died(self, connection: "WorkerConnection", death: Death) -> None:
@@ -75,7 +75,7 @@ class WorkerConnection:
     ) -> None:
         self.marker = marker
         self.listener = listener
-        self.stderr = StderrTail(LINES_KEPT, self._said)
+        self.stderr = StderrTail(LINES_KEPT, self._stderr_line)
         self.started_at = monotonic()
         self.steps: dict[str, float] = {}
         self.process: WorkerProcess | None = None
@@ -100,13 +100,13 @@ class WorkerConnection:
         self._exit: Exit | None = None
         self._ended = False
         self._cause: str | None = None
-        self.asked_at: float | None = None
+        self.pinged_at: float | None = None
         """When it was asked for a sign of life (monotonic time); ``None`` when it owes none."""
         self._pings = 0
         self._answered = 0  # the latest ping that was
-        self._unasked = 0
-        self._has_told_imports = False
-        self._overhears: Callable[[str], None] | None = None
+        self._unsolicited = 0
+        self._has_reported_imports = False
+        self._on_stderr_line: Callable[[str], None] | None = None
         self._wanted = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -189,15 +189,15 @@ class WorkerConnection:
 
     def hand_over(self, turn: wire.Turn) -> None:
         """Give it a turn. Unasked frames are counted anew from here on, unless there were too many already."""
-        if self._unasked < UNASKED_MAX:
-            self._unasked = 0
+        if self._unsolicited < UNSOLICITED_MAX:
+            self._unsolicited = 0
         if self.process is not None:  # as ``send``, with one call less on the path of every turn
             self.process.write(self._encoder.encode(turn))
 
-    def ask(self) -> None:
+    def ping(self) -> None:
         """Ask for a sign of life, unless it owes one already. Whatever it sends next is one."""
-        if self.asked_at is None:
-            self.asked_at = monotonic()
+        if self.pinged_at is None:
+            self.pinged_at = monotonic()
             self._pings += 1
             self.send(wire.Ping(self._pings))
 
@@ -212,7 +212,7 @@ class WorkerConnection:
         if not await in_thread_or_here(partial(processes.catches, process.pid, contract.STACKS_SIGNAL)):
             return ()
         lines: list[str] = []
-        self._overhears = lines.append
+        self._on_stderr_line = lines.append
         process.send_signal(contract.STACKS_SIGNAL)
         told = -1
         loop = asyncio.get_running_loop()
@@ -220,7 +220,7 @@ class WorkerConnection:
         while loop.time() < end and (told != len(lines) or not lines):  # until nothing more comes
             told = len(lines)
             await asyncio.sleep(STACKS_S / 10)
-        self._overhears = None
+        self._on_stderr_line = None
         self.stacks = stacks_of(lines)
         return self.stacks
 
@@ -238,17 +238,19 @@ class WorkerConnection:
 
     def stdout_received(self, data: bytes | memoryview) -> bool:
         """Take the next bytes of the wire; return whether its frames are large ones at present."""
-        self.asked_at = None
+        self.pinged_at = None
         decoder = self._decoder
         frames = decoder.feed(data)
         for frame in frames:
-            if self._unasked >= UNASKED_MAX:  # it is condemned: nothing that it says counts any more
+            if self._unsolicited >= UNSOLICITED_MAX:  # it is condemned: nothing that it says counts any more
                 return False
-            asked = self.listener.connection_heard(frame) if isinstance(frame, wire.TurnMessage) else self._heard(frame)
-            if not asked:
-                self._unasked += 1
-                if self._unasked == UNASKED_MAX:
-                    self.condemn(f"broke the protocol ({UNASKED_MAX:,} frames that nobody had asked for)")
+            expected = (
+                self.listener.connection_heard(frame) if isinstance(frame, wire.TurnMessage) else self._heard(frame)
+            )
+            if not expected:
+                self._unsolicited += 1
+                if self._unsolicited == UNSOLICITED_MAX:
+                    self.condemn(f"broke the protocol ({UNSOLICITED_MAX:,} frames that nobody had asked for)")
         if decoder.failed is not None and self._cause is None:
             self.condemn(f"broke the protocol ({decoder.failed})")
         return decoder.missing > LARGE_FRAME_BYTES or len(data) >= LARGE_FRAME_BYTES * (len(frames) or 1)
@@ -259,22 +261,22 @@ class WorkerConnection:
             case wire.BackgroundStarted() | wire.BackgroundFinished():
                 return self.listener.connection_background(frame)
             case wire.Pong(number):
-                asked = self._answered < number <= self._pings
-                if asked:
+                expected = self._answered < number <= self._pings
+                if expected:
                     self._answered = number
-                return asked
+                return expected
             case wire.Imported(modules):
-                asked = not self._has_told_imports
-                if asked:
-                    self._has_told_imports = True
+                expected = not self._has_reported_imports
+                if expected:
+                    self._has_reported_imports = True
                     self._on_imported(modules)
-                return asked
+                return expected
             case wire.Hello():
-                return _take(frame, self._hello)
+                return _resolve(frame, self._hello)
             case wire.Prepared():
-                return _take(frame, self._prepared)
+                return _resolve(frame, self._prepared)
             case wire.Opened():
-                return _take(frame, self._opened)
+                return _resolve(frame, self._opened)
             case wire.Closed():
                 return self._wanted
         assert_never(frame)
@@ -285,12 +287,12 @@ class WorkerConnection:
         if self._exit is not None:
             self._die()
         elif self._timer is None:
-            self._after(DEAF_EXIT_S, lambda: self.condemn("closed its side of the wire"))
+            self._after(EXIT_AFTER_EOF_S, lambda: self.condemn("closed its side of the wire"))
 
     def stdin_ended(self) -> None:
         """Expect its end: it reads no more. A process that stays is made to go."""
         if self._exit is None and self._timer is None:
-            self._after(DEAF_EXIT_S, lambda: self.condemn("closed its side of the wire"))
+            self._after(EXIT_AFTER_EOF_S, lambda: self.condemn("closed its side of the wire"))
 
     def stderr_received(self, data: bytes | memoryview) -> None:
         """Take the next bytes of its log."""
@@ -333,10 +335,10 @@ class WorkerConnection:
             self._step_failed(self.death)
         self.listener.connection_died(self, self.death)
 
-    def _said(self, line: str) -> None:
-        if self._overhears is not None:
-            self._overhears(line)
-        self.listener.connection_said(line)
+    def _stderr_line(self, line: str) -> None:
+        if self._on_stderr_line is not None:
+            self._on_stderr_line(line)
+        self.listener.connection_stderr(line)
 
     # --- ending ---
 
@@ -354,50 +356,50 @@ class WorkerConnection:
         """Ask it to close, then send SIGTERM, then SIGKILL to it and all its descendants; each step has its limit."""
         self._wanted = True  # before anything is sent, so that the death is known to be wanted
         how: How = "closed"
-        family = await self._family()
+        tree = await self._tree()
         self.send(wire.Close())
         if not await self._died_within(close_grace_s):
-            how = await self._signal(term_grace_s, family)
-        return await self._stopped(how, family)
+            how = await self._signal(term_grace_s, tree)
+        return await self._stopped(how, tree)
 
     async def kill(self, cause: str, term_grace_s: float = 0.0) -> Stopped:
         """End it without asking, for ``cause``, which follows "the worker". SIGTERM comes first with a grace over 0."""
         self._wanted = True
         self._cause = self._cause or cause
         how: How = "killed"
-        family: Family = {}
+        tree: ProcessTree = {}
         if self.process is not None and self.death is None:
-            how = await self._signal(term_grace_s, family)
-        return await self._stopped(how, family)
+            how = await self._signal(term_grace_s, tree)
+        return await self._stopped(how, tree)
 
-    async def _family(self) -> Family:
+    async def _tree(self) -> ProcessTree:
         """Return the processes below it. Ask while it lives: afterwards nothing tells whose they were."""
         if self.process is None or self.death is not None:
             return {}
         found = await in_thread_or_here(partial(processes.descendants, self.process.pid, self.process.create_time))
         return {each.pid: each for each in found}
 
-    async def _signal(self, term_grace_s: float, family: Family) -> How:
-        """Signal it and all that is below it, and add that to ``family``; return what ended it."""
+    async def _signal(self, term_grace_s: float, tree: ProcessTree) -> How:
+        """Signal it and all that is below it, and add that to ``tree``; return what ended it."""
         process = self.process
         if process is None:
             return "closed"
-        family |= await self._family()
+        tree |= await self._tree()
         if term_grace_s > 0:
             process.send_signal(signal.SIGTERM)
             if await self._died_within(term_grace_s):
                 return "terminated"
         process.send_signal(SIGKILL)
-        await in_thread_or_here(partial(processes.kill, family.values()))
+        await in_thread_or_here(partial(processes.kill, tree.values()))
         await self._died_within(KILLED_EXIT_S)
         return "killed"
 
-    async def _stopped(self, how: How, family: Family) -> Stopped:
+    async def _stopped(self, how: How, tree: ProcessTree) -> Stopped:
         status = self.death.exit if self.death is not None else Exit(None)
         if self.process is None:
             return Stopped(status, how)
         worker = self.process.pid, self.process.create_time
-        strays, left = await in_thread_or_here(partial(end_family, worker, self.marker, family))
+        strays, left = await in_thread_or_here(partial(end_tree, worker, self.marker, tree))
         return Stopped(status, how, strays, worker, left)
 
     async def _died_within(self, seconds: float) -> bool:
@@ -420,7 +422,7 @@ async def _finished(ending: asyncio.Future[Stopped]) -> None:
             await asyncio.wait({ending})
 
 
-def _take(frame: Answered, answer: "asyncio.Future[Answered]") -> bool:
+def _resolve(frame: Answered, answer: "asyncio.Future[Answered]") -> bool:
     """Answer what a step of the start waits for; return whether nobody had done so before."""
     if answer.done():
         return False

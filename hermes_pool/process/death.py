@@ -16,7 +16,7 @@ STRAYS_ROUNDS_MAX = 3
 
 How = Literal["closed", "terminated", "killed"]
 """What ended a worker: its own exit, SIGTERM or SIGKILL."""
-Family = dict[int, psutil.Process]
+ProcessTree = dict[int, psutil.Process]
 """Processes by their pid."""
 
 
@@ -58,11 +58,11 @@ class Stopped:
     carries its marker. Empty, except for a process that the kernel itself cannot end."""
 
 
-def end_family(worker: tuple[int, float], marker: str, family: Family) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def end_tree(worker: tuple[int, float], marker: str, tree: ProcessTree) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Kill what is left of a stopped worker; return the pids that are gone and those that are not. Blocks."""
-    processes.kill(family.values())
-    left = {pid for pid, each in family.items() if _may_live(pid, each.create_time())}
-    strays = set(family) - left
+    processes.kill(tree.values())
+    left = {pid for pid, each in tree.items() if _may_live(pid, each.create_time())}
+    strays = set(tree) - left
     marked = processes.find_by_marker(marker)
     for _ in range(STRAYS_ROUNDS_MAX):
         if not marked:

@@ -143,7 +143,7 @@ class Spares:
         """Refuse it: a spare has no background jobs."""
         return False
 
-    def connection_said(self, line: str) -> None:
+    def connection_stderr(self, line: str) -> None:
         """Log a line of its stderr."""
         self._log.info("worker_stderr", line=line)
 

@@ -1,1 +1,1 @@
-"""Who may have a worker, and who looks after it."""
+"""Which sessions may have a worker, and the monitor of the workers that run."""

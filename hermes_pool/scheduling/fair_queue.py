@@ -1,4 +1,4 @@
-"""Who is next: a queue that users share fairly."""
+"""A queue that users share fairly."""
 
 from collections.abc import Hashable, Iterator
 from itertools import chain, zip_longest
@@ -6,44 +6,44 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiting(Protocol):
-    """Somebody who can stand in the queue."""
+    """An entry of the queue."""
 
     @property
     def user(self) -> Hashable:
-        """Whose turn it is counted as."""
+        """The user it counts for."""
 
     def __hash__(self) -> int:
-        """Be told apart from all others."""
+        """Return a hash that tells it apart from the other entries."""
 
 
 W = TypeVar("W", bound=Waiting)
 
 
 class FairQueue(Generic[W]):
-    """A line in which users take turns, and each user's own are served first come first served."""
+    """A queue that serves users in turn (round robin), and the entries of each user first come, first served."""
 
     def __init__(self) -> None:
-        self._users: dict[Hashable, dict[W, None]] = {}  # in the order of their next turns
+        self._users: dict[Hashable, dict[W, None]] = {}  # the user that is served next comes first
 
     def __len__(self) -> int:
-        """Count all who wait."""
+        """Return the number of entries."""
         return sum(map(len, self._users.values()))
 
     def __bool__(self) -> bool:
-        """Say whether anybody waits."""
+        """Return whether there is an entry."""
         return bool(self._users)
 
     def __iter__(self) -> Iterator[W]:
-        """Go through all in the order in which they will be served if nobody else comes."""
+        """Iterate in the order in which the entries will be served if no other one is added."""
         rounds = zip_longest(*map(list, self._users.values()))
         return (waiter for waiter in chain.from_iterable(rounds) if waiter is not None)
 
     def add(self, waiter: W) -> None:
-        """Take a place: behind one's own, and where one has none, behind all users."""
+        """Add an entry behind those of its user; a user without entries goes behind all users."""
         self._users.setdefault(waiter.user, {})[waiter] = None
 
     def discard(self, waiter: W) -> None:
-        """Leave the queue; nothing happens to one who has left."""
+        """Remove an entry; do nothing if it is not in the queue."""
         own = self._users.get(waiter.user)
         if own is not None:
             own.pop(waiter, None)
@@ -51,7 +51,7 @@ class FairQueue(Generic[W]):
                 del self._users[waiter.user]
 
     def pop(self) -> W:
-        """Return who is next; ``StopIteration`` when nobody waits."""
+        """Remove and return the next entry; raise ``StopIteration`` if the queue is empty."""
         user = next(iter(self._users))
         own = self._users.pop(user)
         waiter = next(iter(own))
@@ -61,5 +61,5 @@ class FairQueue(Generic[W]):
         return waiter
 
     def position(self, waiter: W) -> int:
-        """Return one's place, 1 for who is next."""
+        """Return the place of an entry, 1 for the next one."""
         return next(place for place, other in enumerate(self, 1) if other is waiter)

@@ -1,8 +1,8 @@
-"""Looks after the workers: finds those that hang, and lets those go that have grown too big or too old.
+"""Watches the workers: finds those that hang, and recycles those that are too big or too old.
 
-Every ``SAMPLE_S`` it looks at all of them, in one pass in a thread; while turns run, at their workers every
-``CLOSE_EVERY_S``. ``policy.liveness`` and ``policy.memory``, which are pure, decide what that means; the worker slots
-act on it. Nothing here is on the path of a turn.
+It samples all workers every ``SAMPLE_S``, in one pass in a thread, and those with a turn every ``SAMPLE_TURNS_S``. The
+pure ``policy.liveness`` and ``policy.memory`` decide what the samples mean, and the worker slots act on it. Nothing
+here is on the path of a turn.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from hermes_pool.system.samples import Attention
 from hermes_pool.system.threads import in_thread_or_here
 
 SAMPLE_S = 20.0
-"""How often all workers are looked at, in seconds: memory, CPU time, what they have started."""
-CLOSE_EVERY_S = 2.0
-"""How often the workers with a turn are looked at, unless ``SAMPLE_S`` is less: a verdict takes some looks."""
+"""How often all workers are sampled, in seconds: memory, CPU time, child processes."""
+SAMPLE_TURNS_S = 2.0
+"""How often workers with a turn are sampled, unless ``SAMPLE_S`` is less: a verdict takes several samples."""
 
 
 class Watched(Protocol):
-    """A worker slot, as far as the monitor knows it."""
+    """A worker slot as the monitor sees it."""
 
     @property
     def state(self) -> WorkerState:
@@ -33,7 +33,7 @@ class Watched(Protocol):
 
     @property
     def worker(self) -> ProcessIdentity | None:
-        """Its worker, while it is ready."""
+        """The identity of its worker; ``None`` while no worker is ready."""
 
     @property
     def worker_age_s(self) -> float:
@@ -41,28 +41,28 @@ class Watched(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether the worker has a turn, or work in the background: then it is not to be disturbed."""
+        """Whether the worker has a turn or background work, and must not be disturbed."""
 
     diagnosis: Diagnosis | None
-    """What the worker was doing at the last look, in a turn."""
+    """What the worker was doing in its turn, by the last sample."""
 
-    def ask(self) -> None:
-        """Ask the worker for a sign of life, unless it owes one already."""
+    def ping(self) -> None:
+        """Ping the worker, unless an earlier ping is still unanswered."""
 
     def evidence(
-        self, samples: tuple[Sample, ...], at_rest: frozenset[ProcessIdentity], trusted_from: float
+        self, samples: tuple[Sample, ...], descendants_when_idle: frozenset[ProcessIdentity], trusted_from: float
     ) -> Evidence:
-        """Return all that is known of a worker in a turn."""
+        """Return all that is known about the worker and its turn."""
 
     async def kill(self, reason: str, *, wanted: bool, diagnosis: Diagnosis | None = None) -> None:
-        """Kill the worker for a ``reason`` that follows "the worker"; with a ``diagnosis``, since it hangs."""
+        """Kill the worker; ``reason`` continues "the worker ...". A ``diagnosis`` means that it hangs."""
 
     def retire(self, reason: str) -> None:
-        """Let the worker go: now if it is idle, else after its turn and its work in the background."""
+        """Stop the worker: now if it is idle, otherwise after its turn and its background work."""
 
 
 class Monitor:
-    """The monitor of a pool. ``slots`` returns its worker slots, ``worth`` how much an idle worker is worth keeping."""
+    """The monitor of a pool. ``slots`` returns its worker slots; ``worth`` says how much an idle worker is worth."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Monitor:
         self._worth = worth
         self._in_background = in_background
         self._log = log
-        self._policy: MemoryPolicy[ProcessIdentity] = MemoryPolicy(settings.memory, settings.worker_age_max_s)
+        self._memory_policy: MemoryPolicy[ProcessIdentity] = MemoryPolicy(settings.memory, settings.worker_age_max_s)
         self._pulse = Pulse()
 
     async def run(self) -> None:
-        """Look, again and again, until cancelled."""
+        """Sample the workers periodically, until cancelled."""
         loop = asyncio.get_running_loop()
-        look_at_all = due = loop.time() + SAMPLE_S
+        sample_all_at = due = loop.time() + SAMPLE_S
         while True:
             await asyncio.sleep(due - loop.time())
             now = loop.time()
@@ -94,27 +94,27 @@ class Monitor:
             slots = {worker: slot for slot in self._slots() if (worker := slot.worker) is not None}
             in_turn = {worker: slot for worker, slot in slots.items() if slot.state is WorkerState.BUSY}
             try:
-                await self._look(slots, in_turn, at_all=now >= look_at_all)
-            except OSError as error:  # no descriptor is to be had, say: at the next look there may be one again
-                self._log.warning("look_failed", error=str(error))
-            if now >= look_at_all:
-                look_at_all = loop.time() + SAMPLE_S
-            due = min(look_at_all, loop.time() + CLOSE_EVERY_S) if in_turn else look_at_all
+                await self._sample(slots, in_turn, sample_all=now >= sample_all_at)
+            except OSError as error:  # out of file descriptors, say: the next pass may find some
+                self._log.warning("sampling_failed", error=str(error))
+            if now >= sample_all_at:
+                sample_all_at = loop.time() + SAMPLE_S
+            due = min(sample_all_at, loop.time() + SAMPLE_TURNS_S) if in_turn else sample_all_at
 
-    async def _look(
-        self, slots: dict[ProcessIdentity, Watched], in_turn: dict[ProcessIdentity, Watched], *, at_all: bool
+    async def _sample(
+        self, slots: dict[ProcessIdentity, Watched], in_turn: dict[ProcessIdentity, Watched], *, sample_all: bool
     ) -> None:
-        looked_at = slots if at_all else in_turn
-        if not looked_at:
+        sampled = slots if sample_all else in_turn
+        if not sampled:
             return
         for slot in in_turn.values():
-            slot.ask()
-        wanted = {worker: Attention.CLOSE if worker in in_turn else Attention.PASSING for worker in looked_at}
-        above = self._policy.unique_above_bytes
+            slot.ping()
+        wanted = {worker: Attention.CLOSE if worker in in_turn else Attention.PASSING for worker in sampled}
+        above = self._memory_policy.unique_above_bytes
         await in_thread_or_here(partial(self._sampler.sample, wanted, unique_above_bytes=above))
-        here = {worker: slot for worker, slot in slots.items() if slot.worker == worker}
-        self._diagnose({worker: slot for worker, slot in here.items() if worker in looked_at})
-        self._keep_small(here)  # all of them: a total of some would mean nothing
+        current = {worker: slot for worker, slot in slots.items() if slot.worker == worker}
+        self._diagnose({worker: slot for worker, slot in current.items() if worker in sampled})
+        self._limit_memory(current)  # all of them: the limit on the total needs them
 
     def _diagnose(self, slots: dict[ProcessIdentity, Watched]) -> None:
         for worker, slot in slots.items():
@@ -132,14 +132,14 @@ class Monitor:
                 self._in_background(slot.kill(reason, wanted=False, diagnosis=diagnosis))
 
     def _stays_frozen(self, evidence: Evidence, diagnosis: Diagnosis) -> bool:
-        """Return whether to give up a stopped worker. One that was stopped before it began has done nothing yet."""
+        """Return whether to give up on a stopped worker: at once if it has not begun, and so done nothing."""
         if diagnosis.verdict is not Verdict.FROZEN:
             return False
         silent_s = evidence.now - max(evidence.heard_at, evidence.trusted_from)
         return not evidence.begun or silent_s >= self._settings.timeouts.wedged_s
 
-    def _keep_small(self, slots: dict[ProcessIdentity, Watched]) -> None:
-        seen = [(worker, slot, self._sampler.samples(worker)) for worker, slot in slots.items()]
+    def _limit_memory(self, slots: dict[ProcessIdentity, Watched]) -> None:
+        sampled = [(worker, slot, self._sampler.samples(worker)) for worker, slot in slots.items()]
         usages = [
             Usage(
                 worker=worker,
@@ -148,17 +148,17 @@ class Monitor:
                 unique_bytes=samples[-1].unique_bytes,
                 rss_bytes=samples[-1].rss_bytes,
             )
-            for worker, slot, samples in seen
+            for worker, slot, samples in sampled
             if samples
         ]
-        plan = self._policy.decide(usages, lambda worker: self._worth(slots[worker]))
+        plan = self._memory_policy.decide(usages, lambda worker: self._worth(slots[worker]))
         for worker, decided in plan.workers.items():
             match decided.action:
                 case Action.WARN:
-                    self._log.warning("worker_is_big", pid=worker[0], reason=decided.reason)
+                    self._log.warning("worker_memory_high", pid=worker[0], reason=decided.reason)
                 case Action.RECYCLE_NOW | Action.RECYCLE_AFTER_TURN:
                     slots[worker].retire(decided.reason)
                 case Action.KILL:
                     self._in_background(slots[worker].kill(decided.reason, wanted=False))
         for worker in plan.shed:
-            slots[worker].retire("has to make room (memory.total_bytes)")
+            slots[worker].retire("all workers together use too much memory (memory.total_bytes)")

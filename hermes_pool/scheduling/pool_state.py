@@ -1,4 +1,4 @@
-"""The state of a pool as a whole, and how it may change."""
+"""The states of a pool as a whole, and the allowed transitions."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,14 +8,14 @@ class PoolState(StrEnum):
     """What the pool as a whole does with messages."""
 
     NEW = "new"
-    """Not entered yet."""
+    """Not opened yet."""
     OPEN = "open"
     PAUSED = "paused"
-    """Turns that run go on, none is begun: messages wait, up to ``timeouts.wait_s``."""
+    """Running turns go on and no other begins: messages wait, up to ``timeouts.wait_s``."""
     DRAINING = "draining"
-    """Turns that run, and messages in line, are finished; new ones are refused."""
+    """Running turns and waiting messages are finished; new messages are refused."""
     DRAINED = "drained"
-    """Nothing runs, and new messages are refused."""
+    """No turn runs, and new messages are refused."""
     CLOSED = "closed"
 
 
@@ -31,7 +31,7 @@ MAY_BECOME: dict[PoolState, frozenset[PoolState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What a drain took: messages that were ``finished`` in time, and those that were ``cut`` at the deadline."""
+    """The result of a drain: how many messages were ``finished`` in time, and how many ``cut`` at the deadline."""
 
     finished: int
     cut: int

@@ -46,7 +46,7 @@ async def test_starts_and_ends_of_all_kinds_leave_nothing(
                 assert await session.hibernate(0.0)
             case 2:
                 os.kill(known(session.snapshot().pid), signal.SIGKILL)
-                await until(lambda: session.at_rest, "the death to be seen")
+                await until(lambda: session.is_inactive, "the death to be seen")
 
     async def cycles_from(first: int) -> None:
         await asyncio.gather(*(cycle(number) for number in range(first, first + CYCLES_AT_ONCE)))

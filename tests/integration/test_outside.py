@@ -33,7 +33,7 @@ from hermes_pool import (
     WorkerUnusableError,
 )
 from hermes_pool.cli import app
-from hermes_pool.process.death import end_family
+from hermes_pool.process.death import end_tree
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool_worker.contract import MARKER_VARIABLE
 from tests.support import Obedient, OpenPool, alive, quick, until
@@ -381,8 +381,8 @@ def test_what_carries_the_marker_and_cannot_be_ended_is_left(monkeypatch: pytest
     try:
         with monkeypatch.context() as patched:
             patched.setattr("hermes_pool.system.processes.kill", lambda *_: [])
-            assert end_family((lost.pid, 1.0), marker, {}) == ((), (lost.pid,))
-        assert end_family((lost.pid, 1.0), marker, {}) == ((), ()), "a worker is no stray of itself"
+            assert end_tree((lost.pid, 1.0), marker, {}) == ((), (lost.pid,))
+        assert end_tree((lost.pid, 1.0), marker, {}) == ((), ()), "a worker is no stray of itself"
     finally:
         lost.kill()
         lost.wait(10)

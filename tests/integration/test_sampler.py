@@ -320,9 +320,9 @@ def verdicts(worker: Worker, sampler: Sampler) -> Iterator[Verdict]:
         evidence = Evidence(
             now=time.monotonic(),
             heard_at=silent_since - QUIET_S,
-            asked_at=silent_since,
+            pinged_at=silent_since,
             samples=sampler.samples(worker.identity),
-            at_rest=sampler.descendants_when_idle(worker.identity),
+            descendants_when_idle=sampler.descendants_when_idle(worker.identity),
         )
         yield diagnose(evidence, wedged_after_s=0.5).verdict
         time.sleep(0.1)

@@ -169,7 +169,7 @@ class FakeConnection:
         self.steps: dict[str, float] = {}
         self.verdict: str | None = None
         self.stacks: tuple[str, ...] = ()
-        self.asked_at: float | None = None
+        self.pinged_at: float | None = None
         # The pool's side of it.
         self.ready = False
         self.ready_at = 0.0
@@ -314,9 +314,9 @@ class FakeConnection:
         self.host_has = self._world.handed_over(self, turn)
         self.send(turn)
 
-    def ask(self) -> None:
-        if self.asked_at is None:
-            self.asked_at = now()
+    def ping(self) -> None:
+        if self.pinged_at is None:
+            self.pinged_at = now()
             self.send(wire.Ping(1))
 
     def pause_reading(self) -> None:
@@ -407,7 +407,7 @@ class FakeConnection:
             return
         there, self._to_host = self._to_host, deque()
         for message in there:
-            self.asked_at = None
+            self.pinged_at = None
             if isinstance(message, wire.TurnFrame):
                 self._world.tell(f"{self} told: {message}")
                 self._note_heard(message)
@@ -1117,7 +1117,7 @@ class Pool:
 
     def ask(self, conversation: int) -> None:
         if (session := self._session(conversation)) is not None:
-            session.slot.ask()
+            session.slot.ping()
 
     # --- what can be seen of it ---
 

@@ -28,7 +28,7 @@ TERM_GRACE_S = 0.2
 IDLE_TIMEOUT_S = 3.0
 ROOM_S = 2.0
 """Within this an idle worker has gone whose room is needed, a second try included."""
-LOOKED_AT_AFTER_S = 0.5
+CHECK_FROZEN_AFTER_S = 0.5
 """An idle worker that is stopped by a signal is noticed after this long."""
 OBEYS_S = CLOSE_GRACE_S + TERM_GRACE_S + 0.3
 """How long the end of a turn, or of a worker, may take once it is decided."""
@@ -227,7 +227,7 @@ class World:
                 self.check(self.killed_least[call.text] < limit, f"{what} has killed too many")
         self._check_history(connection, turn, what)
         frozen_s = now() - connection.rests_since if connection.is_frozen() and connection.frozen_at < now() else 0.0
-        self.check(frozen_s < LOOKED_AT_AFTER_S + 0.02, f"{what} went to {connection}, which is frozen")
+        self.check(frozen_s < CHECK_FROZEN_AFTER_S + 0.02, f"{what} went to {connection}, which is frozen")
         hand_over = HandOver(call, connection, turn, now(), quiet_since=now())
         before.append(hand_over)
         self.hand_overs.append(hand_over)

@@ -1,4 +1,4 @@
-from hermes_pool.conversation.background_jobs import JOBS_A_TURN_MAX, JOBS_MAX, BackgroundJobs, shown
+from hermes_pool.conversation.background_jobs import JOBS_A_TURN_MAX, JOBS_MAX, BackgroundJobs, summary_of
 
 
 class Clock:
@@ -18,7 +18,7 @@ def test_a_job_keeps_its_worker_until_its_end_or_the_cap() -> None:
     assert jobs.keep_worker
     clock.now += 0.2
     assert (jobs.keep_worker, jobs.in_time, jobs.names) == (False, False, ("tests",))
-    jobs.rest()  # after a further turn
+    jobs.restart_clocks()  # after a further turn
     assert jobs.keep_worker
     assert jobs.finished("1") == "tests"
     assert jobs.finished("1") is None
@@ -46,12 +46,12 @@ def test_only_so_many_begin_before_the_next_turn_has_ended() -> None:
         assert jobs.started("1", "tests")
         jobs.finished("1")
     assert not jobs.started("1", "tests")
-    jobs.rest()
+    jobs.restart_clocks()
     assert jobs.started("1", "tests")
 
 
 def test_names_are_told_in_few_words() -> None:
-    assert shown(["a", "b"]) == "a, b"
-    many = shown("x" * 500 for _ in range(100))
+    assert summary_of(["a", "b"]) == "a, b"
+    many = summary_of("x" * 500 for _ in range(100))
     assert many.endswith("x and 95 more")
     assert len(many) < 500

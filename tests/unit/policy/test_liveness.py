@@ -37,7 +37,7 @@ def samples(*, own: float = 0.0, below: float = 0.0, io: int | None = 0, **field
     ]
 
 
-WEDGED = Evidence(now=1000.0, heard_at=930.0, asked_at=935.0, samples=samples())
+WEDGED = Evidence(now=1000.0, heard_at=930.0, pinged_at=935.0, samples=samples())
 
 
 def verdict(evidence: Evidence) -> Verdict:
@@ -50,7 +50,7 @@ def verdict(evidence: Evidence) -> Verdict:
 def test_wedged_is_who_shows_no_sign_at_all() -> None:
     found = diagnose(WEDGED, wedged_after_s=LIMIT_S)
     assert found.verdict is Verdict.WEDGED
-    assert found.reason == "silent for 70 s, deaf for 65 s, without CPU, input, output or a running child for 40 s"
+    assert found.reason == "silent for 70 s, no answer to a ping for 65 s, no CPU, I/O or running child for 40 s"
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_wedged_is_who_shows_no_sign_at_all() -> None:
     [
         ({"heard_at": 998.0}, Verdict.BUSY),
         ({"heard_at": 945.0}, Verdict.SLOW),
-        ({"asked_at": None}, Verdict.SLOW),
-        ({"asked_at": 945.0}, Verdict.SLOW),
+        ({"pinged_at": None}, Verdict.SLOW),
+        ({"pinged_at": 945.0}, Verdict.SLOW),
         ({"excuse": "waits for an answer to its question"}, Verdict.SLOW),
         ({"samples": []}, Verdict.SLOW),
         ({"samples": samples()[-1:]}, Verdict.SLOW),
@@ -73,9 +73,15 @@ def test_wedged_is_who_shows_no_sign_at_all() -> None:
         ({"samples": samples(own=0.07, threads=31)}, Verdict.WEDGED),
         ({"samples": samples(io=5000)}, Verdict.BUSY),
         ({"samples": samples(io=None)}, Verdict.WEDGED),
-        ({"samples": samples(below=0.5, descendants=(SERVER,)), "at_rest": frozenset({SERVER})}, Verdict.BUSY),
-        ({"samples": samples(descendants=(SERVER,)), "at_rest": frozenset({SERVER})}, Verdict.WEDGED),
-        ({"samples": samples(descendants=(SERVER, CHILD)), "at_rest": frozenset({SERVER})}, Verdict.BLOCKED_ON_CHILD),
+        (
+            {"samples": samples(below=0.5, descendants=(SERVER,)), "descendants_when_idle": frozenset({SERVER})},
+            Verdict.BUSY,
+        ),
+        ({"samples": samples(descendants=(SERVER,)), "descendants_when_idle": frozenset({SERVER})}, Verdict.WEDGED),
+        (
+            {"samples": samples(descendants=(SERVER, CHILD)), "descendants_when_idle": frozenset({SERVER})},
+            Verdict.BLOCKED_ON_CHILD,
+        ),
         ({"samples": samples(descendants=(CHILD,))}, Verdict.BLOCKED_ON_CHILD),
         ({"samples": samples(own=1.0, descendants=(CHILD,))}, Verdict.BUSY),
         ({"samples": samples(below=1.0, descendants=(CHILD,))}, Verdict.BLOCKED_ON_CHILD),
@@ -99,19 +105,19 @@ def test_of_all_combinations_only_the_one_without_any_sign_is_wedged() -> None:
     children = ((), (CHILD,), (SERVER,))
     wedged = set()
     for row in itertools.product(heard, asked, excuses, works, children, conditions):
-        heard_at, asked_at, excuse, work, descendants, condition = row
+        heard_at, pinged_at, excuse, work, descendants, condition = row
         evidence = Evidence(
             now=1000.0,
             heard_at=heard_at,
-            asked_at=asked_at,
+            pinged_at=pinged_at,
             excuse=excuse,
             samples=samples(**work, descendants=descendants, state=condition),
-            at_rest=frozenset({SERVER}),
+            descendants_when_idle=frozenset({SERVER}),
         )
         found = verdict(evidence)
         assert (found is Verdict.FROZEN) == (condition is ProcessState.STOPPED)
         if found is Verdict.WEDGED:
-            wedged.add((heard_at, asked_at, excuse, str(work), descendants, condition))
+            wedged.add((heard_at, pinged_at, excuse, str(work), descendants, condition))
     assert wedged == {
         (930.0, 935.0, None, "{}", descendants, condition)
         for descendants in ((), (SERVER,))
@@ -135,7 +141,7 @@ def test_a_child_that_came_or_went_is_progress() -> None:
 
 def test_twelve_seconds_of_the_interpreters_lock_are_no_reason_whether_it_computes_or_sleeps() -> None:
     for own, expected in ((1.0, Verdict.BUSY), (0.0, Verdict.SLOW)):
-        evidence = Evidence(now=1000.0, heard_at=988.0, asked_at=988.0, samples=samples(own=own))
+        evidence = Evidence(now=1000.0, heard_at=988.0, pinged_at=988.0, samples=samples(own=own))
         assert verdict(evidence) is expected
 
 

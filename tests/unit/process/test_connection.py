@@ -1,7 +1,7 @@
 import signal
 from typing import Any
 
-from hermes_pool.process.connection import UNASKED_MAX, WorkerConnection
+from hermes_pool.process.connection import UNSOLICITED_MAX, WorkerConnection
 from hermes_pool_worker import wire
 
 # --- what nobody has asked for ---
@@ -43,18 +43,18 @@ def say(connection: WorkerConnection, message: wire.Message) -> None:
 
 async def test_a_worker_that_answers_every_ping_may_do_so_for_ever() -> None:
     connection, process = connected()
-    for _ in range(UNASKED_MAX + 5):
-        connection.ask()
-        assert connection.asked_at is not None
+    for _ in range(UNSOLICITED_MAX + 5):
+        connection.ping()
+        assert connection.pinged_at is not None
         say(connection, wire.Pong(process.told[-1].number))
-        assert connection.asked_at is None
+        assert connection.pinged_at is None
     assert not process.signals
 
 
 async def test_one_that_answers_the_same_ping_again_and_again_is_ended() -> None:
     connection, process = connected()
-    connection.ask()
-    for _ in range(UNASKED_MAX):
+    connection.ping()
+    for _ in range(UNSOLICITED_MAX):
         say(connection, wire.Pong(1))
     assert not process.signals
     say(connection, wire.Pong(1))
@@ -66,11 +66,11 @@ async def test_late_frames_of_many_turns_do_not_add_up_and_those_of_one_turn_do(
     late = wire.Status("turn-0", 1, "late")
     for number in range(3):
         connection.hand_over(wire.Turn(f"turn-{number}", 1, "hello"))
-        for _ in range(UNASKED_MAX // 2):
+        for _ in range(UNSOLICITED_MAX // 2):
             say(connection, late)
     assert not process.signals
     assert [message.turn_id for message in process.told] == ["turn-0", "turn-1", "turn-2"]
-    for _ in range(UNASKED_MAX // 2):
+    for _ in range(UNSOLICITED_MAX // 2):
         say(connection, late)
     assert process.signals == [signal.SIGKILL]
     connection.hand_over(wire.Turn("turn-3", 1, "hello"))

@@ -1,4 +1,4 @@
-"""Slots, line and state of a pool, with sessions that are no more than their states, on a virtual clock."""
+"""Permits, queue and state of a pool, with sessions that are no more than their states, on a virtual clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,7 +21,7 @@ from hermes_pool import (
     Timeouts,
 )
 from hermes_pool.lifecycle import ALIVE, WorkerState
-from hermes_pool.scheduling.admission import Admission, Idle, gain
+from hermes_pool.scheduling.admission import Admission
 from hermes_pool.scheduling.pool_state import Drained, PoolState
 from tests import virtual_time
 
@@ -42,14 +42,14 @@ class Actor:
         self._idle_since = 0.0
 
     @property
-    def at_rest(self) -> bool:
+    def is_inactive(self) -> bool:
         return self.state not in ALIVE and not self.in_turn and self.starting is None
 
     def idle_s(self) -> float | None:
         return asyncio.get_running_loop().time() - self._idle_since if self.state is WorkerState.IDLE else None
 
     @property
-    def is_resting(self) -> bool:
+    def is_ready(self) -> bool:
         return self.state is WorkerState.IDLE
 
     async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False, reason: str = "idle") -> bool:
@@ -164,23 +164,7 @@ def virtually(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     return run
 
 
-# --- what an idle session is worth ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("first_to_go", "stays"),
-    [
-        (Idle(100), Idle(99)),
-        (Idle(60, start_s=0.3, memory_bytes=200 * MB), Idle(100, start_s=0.3, memory_bytes=100 * MB)),
-        (Idle(60, start_s=2.0), Idle(100, start_s=8.0)),
-        (Idle(1000, start_s=8.0), Idle(100, start_s=2.0)),
-        # What is measured within the noise decides nothing.
-        (Idle(0.02, start_s=0.9, memory_bytes=3 * MB), Idle(0.01, start_s=0.01, memory_bytes=60 * MB)),
-        (Idle(0.02, start_s=0.9, memory_bytes=3 * MB), Idle(0.01)),
-    ],
-)
-def test_the_least_valuable_is_the_stale_the_big_and_the_one_that_is_back_soon(first_to_go: Idle, stays: Idle) -> None:
-    assert gain(first_to_go) > gain(stays)
+# --- which idle session goes first ------------------------------------------------------------------------------------
 
 
 @virtually
@@ -199,13 +183,6 @@ async def test_what_is_known_of_an_idle_session_decides_which_one_goes() -> None
         WorkerState.IDLE,
         WorkerState.IDLE,
     ]
-
-
-# --- the queue --------------------------------------------------------------------------------------------------------
-
-
-def named(waiters: Any) -> list[str]:
-    return [waiter.session.key.conversation_id for waiter in waiters]
 
 
 # --- waiting for a permit ---------------------------------------------------------------------------------------------
@@ -412,7 +389,7 @@ async def test_a_slot_that_was_lost_is_found() -> None:
     pool = Pool()
     lost = pool.actor("lost")
     await pool.admission.make_room(lost)  # and its start never begins
-    pool.admission.tidy()
+    pool.admission.reclaim_permits()
     assert pool.workers == 0
 
 
@@ -458,7 +435,7 @@ async def test_a_paused_pool_holds_messages_and_starts_and_lets_them_on_when_res
     running = await pool.busy("running")
     new = pool.actor("new")
     assert await pool.admission.pause(deadline_s=5) == 1
-    held = asyncio.create_task(pool.admission.passed(running))
+    held = asyncio.create_task(pool.admission.wait_while_paused(running))
     start = new.start()
     await asyncio.sleep(30)
     assert (held.done(), start.done(), new.state) == (False, False, WorkerState.STOPPED)
@@ -487,10 +464,10 @@ async def test_a_pause_that_lasts_too_long_or_holds_too_many_refuses() -> None:
     actor, starting = pool.actor("a"), pool.actor("b")
     await pool.admission.pause(0)
     began = asyncio.get_running_loop().time()
-    held, start = asyncio.create_task(pool.admission.passed(actor)), starting.start()
+    held, start = asyncio.create_task(pool.admission.wait_while_paused(actor)), starting.start()
     await asyncio.sleep(0)
     with pytest.raises(PoolFullError, match="paused") as refused:
-        await pool.admission.passed(actor)
+        await pool.admission.wait_while_paused(actor)
     assert (refused.value.position, refused.value.waiting) == (2, 1)
     ends = await asyncio.gather(held, start, return_exceptions=True)
     assert [type(end) for end in ends] == [PoolPausedError, PoolPausedError]
@@ -498,7 +475,7 @@ async def test_a_pause_that_lasts_too_long_or_holds_too_many_refuses() -> None:
     impatient = Pool(busy="reject")
     await impatient.admission.pause(0)
     with pytest.raises(PoolPausedError):
-        await impatient.admission.passed(impatient.actor("a"))
+        await impatient.admission.wait_while_paused(impatient.actor("a"))
 
 
 @virtually
@@ -518,7 +495,7 @@ async def test_a_drain_finishes_what_is_there_and_ends_the_rest_at_its_deadline(
     assert loop.time() - began == pytest.approx(10, abs=0.1)
     assert [actor.state for actor in (quick, slow, idle)] == [WorkerState.IDLE, WorkerState.STOPPED, WorkerState.IDLE]
     with pytest.raises(PoolDrainingError, match="drained"):
-        await pool.admission.passed(quick)
+        await pool.admission.wait_while_paused(quick)
     with pytest.raises(PoolDrainingError):
         await pool.admission.pause(0)
     assert await pool.admission.drain(10) == Drained(0, 0)
@@ -551,7 +528,7 @@ async def test_a_close_ends_all_waiting() -> None:
     start = pool.actor("b").start()
     await asyncio.sleep(0)
     await pool.admission.pause(0)
-    held = asyncio.create_task(pool.admission.passed(running))
+    held = asyncio.create_task(pool.admission.wait_while_paused(running))
     await asyncio.sleep(0)
     pool.admission.become(PoolState.CLOSED)
     ends = await asyncio.gather(start, held, return_exceptions=True)
@@ -643,5 +620,5 @@ async def _random_life(steps: list[tuple[str, int, int]], start_s: float, busy: 
     for actor in actors:
         await actor.stop("the end")
     await asyncio.sleep(1)
-    assert (pool.workers, pool.in_queue, len(pool.tasks), len(pool.admission._begun)) == (0, 0, 0, 0)
+    assert (pool.workers, pool.in_queue, len(pool.tasks), len(pool.admission._starting_since)) == (0, 0, 0, 0)
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -30,12 +30,12 @@ class Slot:
         self.worker_age_s = 1.0
         self.diagnosis: Diagnosis | None = None
 
-    def ask(self) -> None:
+    def ping(self) -> None:
         """It has nobody to ask."""
 
-    def evidence(self, samples: tuple[Sample, ...], at_rest: Any, trusted_from: float) -> Evidence:
+    def evidence(self, samples: tuple[Sample, ...], descendants_when_idle: Any, trusted_from: float) -> Evidence:
         now = asyncio.get_running_loop().time()
-        return Evidence(now=now, heard_at=now, asked_at=None, samples=samples)
+        return Evidence(now=now, heard_at=now, pinged_at=None, samples=samples)
 
     async def kill(self, reason: str, *, wanted: bool, diagnosis: Diagnosis | None = None) -> None:
         raise AssertionError
@@ -73,7 +73,7 @@ class Looks:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "SAMPLE_S", 0.2)
-    monkeypatch.setattr(monitor, "CLOSE_EVERY_S", 0.02)
+    monkeypatch.setattr(monitor, "SAMPLE_TURNS_S", 0.02)
 
 
 def at_work(slots: list[Slot], looks: Any, **settings: Any) -> "asyncio.Task[None]":
