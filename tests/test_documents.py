@@ -29,6 +29,8 @@ from hermes_pool.policy.liveness import Verdict
 from hermes_pool.scheduling.pool_state import PoolState
 from hermes_pool_worker import wire
 from hermes_pool_worker.hermes_setup import HermesOptions
+from tests.crash import test_matrix
+from tests.test_architecture import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parent.parent
 README, CHANGELOG, DOCS = ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "docs"
@@ -339,7 +341,7 @@ SNAPSHOTS_PAGE = DOCS / "reference" / "snapshots.md"
 OF_A_TURN = wire.TurnMessage.__struct_fields__
 """The fields that all events share; the page has them once."""
 EVENTS: dict[str, type[msgspec.Struct]] = {kind.__name__: kind for kind in typing.get_args(hermes_pool.TurnEvent)}
-TOLD = ("SessionSnapshot", "PoolSnapshot", "BreakerSnapshot", "DeathReport", "Stopped", "Drained")
+TOLD = ("SessionSnapshot", "PoolSnapshot", "BreakerSnapshot", "DeathReport", "Stopped", "Exit", "Drained")
 
 
 def sections_with_fields(page: Path) -> list[str]:
@@ -381,6 +383,33 @@ def test_the_verdicts_are_those_of_the_code() -> None:
 @pytest.mark.parametrize("page", [SNAPSHOTS_PAGE, DOCS / "how-to" / "operation.md"], ids=page_id)
 def test_the_states_of_a_pool_are_those_of_the_code(page: Path) -> None:
     assert ", ".join(f"`{state.value}`" for state in list(PoolState)[:-1]) + f" or `{PoolState.CLOSED}`" in read(page)
+
+
+# --- the Python interface ---------------------------------------------------------------------------------------------
+
+PYTHON_PAGE = DOCS / "reference" / "python.md"
+
+
+@pytest.mark.parametrize("name", ["HermesSessionManager", "Turn", "SessionKey", "ConversationStore"])
+def test_the_members_of_a_class_are_those_of_the_code(name: str) -> None:
+    kind = PUBLIC[name]
+    shown = {}
+    for row in table(section(PYTHON_PAGE, name)):
+        (found,) = re.findall(r"^(?:await )?(\w+)", spans(next(iter(row.values())))[0])
+        shown[found] = spans(next(iter(row.values())))[0]
+    assert sorted(shown) == sorted(member for member in vars(kind) if not member.startswith("_"))
+    for member, text in shown.items():
+        function = inspect.unwrap(getattr(kind, member))
+        assert ("await " in text) == inspect.iscoroutinefunction(function), text
+        if "(" in text:
+            parameters = [each for each in inspect.signature(function).parameters if each != "self"]
+            assert re.findall(r"\w+", text.partition("(")[2]) == parameters, text
+
+
+def test_every_public_name_is_listed() -> None:
+    listed = [name for row in table(section(PYTHON_PAGE, "All names")) for name in spans(row["names"])]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == set(PUBLIC) - set(ERRORS) - {"TYPE_CHECKING"} | {"HermesPoolError"}
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -467,17 +496,15 @@ def test_the_map_shows_every_room_and_every_module() -> None:
     assert set(named(table(worker))) == set(modules(ROOT / "worker" / "hermes_pool_worker"))
 
 
-def test_the_picture_of_the_rooms_has_no_arrow_that_points_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+def test_the_picture_of_the_rooms_has_no_arrow_that_points_up() -> None:
     (picture,) = re.findall(
         r"^## The rooms\n.*?^```text\n(.*?)^```$", read(ARCHITECTURE_PAGE), re.MULTILINE | re.DOTALL
     )
     lines = [re.split(r" {2,}", line)[:-1] for line in picture.splitlines()]
     level = {room: number for number, rooms in enumerate(lines) for room in rooms}
-    arrows: dict[str, set[str]] = importlib.import_module("test_architecture").MAY_IMPORT  # all that exist
-    assert set(level) == {room for room in arrows if not room.startswith("__")}
+    assert set(level) == {room for room in MAY_IMPORT if not room.startswith("__")}
     for room, line in level.items():
-        for imported in arrows[room]:
+        for imported in MAY_IMPORT[room]:  # all arrows that exist
             values = line == level[imported] == len(lines) - 1
             assert level[imported] > line or values, f"{room} imports {imported}"
 
@@ -500,19 +527,15 @@ class Fault:
     state: str
 
 
-def test_the_catalogue_of_faults_is_that_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in ("tests", "tests/crash"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
-    matrix: Any = importlib.import_module("test_matrix")
-
-    def end_of(end: Any) -> str:
+def test_the_catalogue_of_faults_is_that_of_the_tests() -> None:
+    def end_of(end: test_matrix.End) -> str:
         if isinstance(end, type):
             return f"`{end.__name__}`"
-        return "interrupted" if end is matrix.Ends.WHEN_CANCELLED else "reply"
+        return "interrupted" if end is test_matrix.Ends.WHEN_CANCELLED else "reply"
 
     run = {
         name: Fault(list(dict.fromkeys(map(end_of, row.turns.values()))), str(row.restarts), f"`{row.state.value}`")
-        for name, row in matrix.ROWS.items()
+        for name, row in test_matrix.ROWS.items()
     }
     shown = {}
     for row in table(section(DOCS / "faults.md", "The catalogue")):

@@ -251,6 +251,7 @@ class Session:
             self._release()
             raise
         turn.settle(self._ended_early(turn))  # cancelled before it began
+        self.slot.start_not_wanted()  # one that an earlier message has left behind
         self._release()
 
     def cancel(self, turn: ActiveTurn, ending: Ending = "cancelled") -> None:

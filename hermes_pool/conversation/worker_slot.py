@@ -123,8 +123,7 @@ class WorkerSlot:
         try:
             await asyncio.wait({starting})
         except asyncio.CancelledError:
-            if not self.occupant.waiting and self.state not in ALIVE:
-                self._give_up(starting)
+            self.start_not_wanted()
             raise
         if starting.cancelled():
             sent = self.turn is not None  # to the worker before
@@ -132,6 +131,11 @@ class WorkerSlot:
                 "stopped while its worker was starting", sent=sent, retryable=not sent, conversation_id=self._id
             )
         return starting.result()
+
+    def start_not_wanted(self) -> None:
+        """Give up a start that still waits for room, unless another message of the conversation waits for it."""
+        if self._starting is not None and not self.occupant.waiting and self.state not in ALIVE:
+            self._give_up(self._starting)
 
     async def stop_filling(self) -> None:
         """Give up the start that is under way, if one is, and wait until nothing is left of it."""
