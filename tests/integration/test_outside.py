@@ -202,7 +202,7 @@ async def test_a_flapping_session_backs_off_is_shown_and_is_let_in_after_a_reset
     after = await row_of(pool, "c")
     assert (after.restart_breaker, after.retry_after_s) == ("closed", None)
     assert (await pool.send("c", "hello")).text == "hello"
-    assert "not known" in (await run("reset", "c", "--user", "ada")).out
+    assert "unknown conversation" in (await run("reset", "c", "--user", "ada")).out
 
 
 async def test_a_missing_interpreter_fails_fast_with_the_remedy_and_is_tried_at_once_when_it_is_there(
