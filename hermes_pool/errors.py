@@ -26,8 +26,8 @@ class HermesPoolError(Exception):
     http_status: int = 500
     """What a web host should answer."""
     retryable: bool = False
-    """Whether the same message may succeed later although nothing has been fixed. If ``sent`` is true as well, be careful:
-    the agent may already have acted on the message, and may act again."""
+    """Whether the same message may succeed later, with nothing fixed. If ``sent`` is true too, be careful: the
+    agent may already have acted on the message, and may act again."""
     retry_after_s: float | None = None
     """In how many seconds to try again; ``None`` if unknown."""
     sent: bool = False
@@ -230,7 +230,7 @@ class WorkerStartTimeoutError(WorkerStartError):
 
 
 class PoolUnavailableError(WorkerStartError):
-    """No start was attempted, since earlier ones failed. The next attempt is allowed in ``retry_after_s`` seconds."""
+    """No start was attempted, since earlier ones failed. The next one is allowed in ``retry_after_s`` seconds."""
 
     code = "pool_unavailable"
     retry_after_s: float
@@ -243,7 +243,7 @@ class PoolUnavailableError(WorkerStartError):
 class PoolUnusableError(PoolUnavailableError, WorkerUnusableError):
     """No start was attempted, since an earlier one has shown that none can succeed. The message has the remedy.
 
-    Once that is fixed, a start is attempted at once if the pool can see the fix, otherwise in ``retry_after_s`` seconds.
+    Once that is fixed, a start is attempted at once if the pool can see it, otherwise after ``retry_after_s`` seconds.
     """
 
     code = "pool_unusable"
@@ -364,8 +364,8 @@ class TurnTimeoutError(TurnError):
 class TurnCancelledError(TurnError):
     """The conversation was stopped, or the pool closed, while this turn ran or waited.
 
-    ``sent`` is false if the turn had not begun. The error is ``retryable``, with status 503, if the turn had not begun or
-    only the pool was closing. Otherwise somebody ended this very turn, and the status is 409.
+    ``sent`` is false if the turn had not begun. The error is ``retryable``, with status 503, if the turn had not begun,
+    or if the pool closed before a tool had started. Otherwise the status is 409.
     """
 
     code = "turn_cancelled"
@@ -391,7 +391,7 @@ class StoreError(HermesPoolError):
 
 
 class StateNotWritableError(StoreError):
-    """The state cannot be stored without loss: ``agent_state`` is not a JSON object, or the conversation has no row."""
+    """The state cannot be stored without loss: ``agent_state`` is no JSON object, or the conversation has no row."""
 
     code = "state_not_writable"
     http_status = 409

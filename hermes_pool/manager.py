@@ -1,4 +1,4 @@
-"""All conversations: get or create a session, let idle ones go, keep what they know, close in order."""
+"""All conversations: finds or creates their sessions, stops idle workers, saves metadata, and closes in order."""
 
 import asyncio
 import os
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from hermes_pool.storage.store import ConversationStore
 
 REPORTS_KEPT = 64
-"""How many reports of deaths are kept in memory."""
+"""How many death reports are kept in memory."""
 SESSIONS_KEPT = 1024
-"""How many sessions without a worker stay in memory, for ``ps``. What they know is in the store."""
+"""How many sessions are kept in memory, for ``ps``. Beyond that, inactive ones are dropped; the store has them."""
 SWEEP_EVERY_S_MAX = 10.0
-"""The longest time between two looks for idle workers, and between two tries to save what could not be saved."""
+"""The longest time between two sweeps, which stop idle workers and retry failed saves, in seconds."""
 
 
 def sweep_every_s(idle_s: float) -> float:
-    """Return how often to look for idle workers, in seconds, so that none stays much longer than ``idle_s``."""
+    """Return how often to sweep, in seconds, so that no worker stays idle for much longer than ``idle_s``."""
     return min(SWEEP_EVERY_S_MAX, idle_s / 4)
 
 
@@ -57,10 +57,9 @@ class HermesSessionManager:
         async with HermesSessionManager(PoolSettings()) as sessions:
             reply = await sessions.send("conversation-42", "Hi, I am Ada.")
 
-    It belongs to the event loop in which it was entered. ``store`` is where sessions are remembered: by default a
-    database of the pool's own (``PoolSettings.database_url``); give one over your table to keep them beside your data.
-    ``on_background`` is called in the loop when work has ended that an agent left running after its turn; what it
-    raises is logged.
+    It belongs to the event loop in which it was entered. ``store`` holds the session metadata: by default in a database
+    of the pool's own (``PoolSettings.database_url``); pass a store over your own table to keep it next to your data.
+    ``on_background`` is called in the loop when background work of an agent has ended; what it raises is logged.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class HermesSessionManager:
         self._given_store = store
         self._on_background = on_background
         self._sessions: dict[SessionKey, Session] = {}
-        self._by_id: dict[str, Session] = {}  # those of no user: known ids need no check, and no key is made for them
+        self._by_id: dict[str, Session] = {}  # those without a user: a known id needs no check and no key
         self._tasks: set[asyncio.Task[Any]] = set()
         self._saver = Saver()
         self._reports: deque[DeathReport] = deque(maxlen=REPORTS_KEPT)
@@ -94,11 +93,10 @@ class HermesSessionManager:
     async def __aenter__(self) -> Self:
         """Open the store and the control socket. No worker is started before the first message.
 
-        ``SettingsError`` for a ``database_url`` that cannot be used; ``StateDirError`` where the pool's files cannot be
-        kept.
+        Raises ``SettingsError`` if ``database_url`` is unusable, and ``StateDirError`` if ``state_dir`` is.
         """
         if self._admission.state is not PoolState.NEW:
-            raise PoolClosedError("a manager is entered once; make another one")
+            raise PoolClosedError("a manager can be entered only once: create another one")
         settings = self.settings
         prepare_state_dir(settings.state_dir, workspace=settings.worker_cwd is None)
         self._store = self._given_store or _own_store(settings)
@@ -120,7 +118,7 @@ class HermesSessionManager:
         self._control = server.ControlServer(settings.state_dir, self._answer)
         try:
             await self._control.start()
-        except HermesPoolError as error:  # nobody can look in from outside; no reason to answer nobody
+        except HermesPoolError as error:  # the CLI cannot reach this pool, but the pool works
             self._log.warning("control_socket_failed", error=str(error))
         self._admission.become(PoolState.OPEN)
         self._services.factory.warm_up()
@@ -145,10 +143,10 @@ class HermesSessionManager:
         await self.close()
 
     async def close(self) -> dict[SessionKey, Stopped]:
-        """Save all, stop all workers, in parallel and bounded; return what it took.
+        """Save all metadata and stop all workers, in parallel and in bounded time; return how each was stopped.
 
-        Running turns end with ``TurnCancelledError``, callers in line with ``PoolClosedError``. Cancelling the caller
-        does not cancel the closing. A further call waits for the same closing, and returns nothing: it took nothing.
+        Running turns end with ``TurnCancelledError``, waiting messages with ``PoolClosedError``. Cancelling the caller
+        does not cancel the closing. Another call waits for the same closing, and returns an empty dict.
         """
         entered = self._admission.state not in (PoolState.NEW, PoolState.CLOSED)
         self._admission.become(PoolState.CLOSED)
@@ -181,12 +179,13 @@ class HermesSessionManager:
     # --- talking ---
 
     async def send(self, conversation: str | SessionKey, text: str) -> Reply:
-        """Answer a message, whatever it takes: a worker is started or resumed, and a dead one replaced, if need be.
+        """Send a message and return the reply. If need be, a worker is started, and a dead one is replaced.
 
         Cancelling the caller cancels the turn. Raises the errors of ``hermes_pool.errors``: ``InvalidKeyError``,
-        ``MessageTooLargeError``, ``PoolClosedError`` and its kind ``PoolDrainingError``, ``PoolPausedError``,
-        ``ConversationBusyError``, ``PoolFullError``, ``WorkerStartError`` and its kinds, ``StoreError`` (only where it
-        cannot be known whether there is a session to resume), and ``TurnError`` and its kinds.
+        ``InvalidMessageError`` and its subclass ``MessageTooLargeError``, ``MessageQuarantinedError``,
+        ``PoolClosedError`` and its subclass ``PoolDrainingError``, ``PoolPausedError``, ``ConversationBusyError``,
+        ``PoolFullError``, ``RestartBackoffError``, ``WorkerStartError`` and its subclasses, ``StoreError`` (only if it
+        is unknown whether there is a session to resume), and ``TurnError`` and its subclasses.
         """
         session = self._session(conversation)
         turn = session.new_turn(text, streams=False)
@@ -201,25 +200,25 @@ class HermesSessionManager:
         raise outcome
 
     def turn(self, conversation: str | SessionKey, text: str) -> Turn:
-        """Return the turn of a message, to be entered with ``async with``: see ``Turn``. Errors as for ``send``."""
+        """Return the turn for a message, to enter with ``async with``: see ``Turn``. Raises the errors of ``send``."""
         session = self._session(conversation)
         return Turn(session, session.new_turn(text))
 
     async def stop(self, conversation: str | SessionKey) -> Stopped | None:
-        """Stop the worker of a conversation; its next message starts another one, in context.
+        """Stop the worker of a conversation. The next message starts another one and resumes the session.
 
-        A running turn ends with ``TurnCancelledError``. Return what it took, ``None`` where there was no worker.
+        A running turn ends with ``TurnCancelledError``. Return how the worker was stopped; ``None`` if there was none.
         """
         session = self._sessions.get(_key(conversation))
         return None if session is None else await asyncio.shield(self._in_background(session.stop("by request")))
 
     async def set_runtime(self, conversation_id: str, runtime: Literal["hermes", "jarvis"]) -> None:
-        """Say who answers a conversation from now on: the key ``runtime`` of its ``agent_state``, and no other."""
+        """Set which runtime answers a conversation: the key ``runtime`` of its ``agent_state``, and nothing else."""
         self._refuse_unless_open()
         await self._store.set_runtime(conversation_id, runtime)
 
     async def sessions(self) -> list[SessionSnapshot]:
-        """Return all sessions of this pool as they are now, with what the operating system says of their processes."""
+        """Return all sessions of this pool, with what the operating system reports about their processes."""
         rows = [session.snapshot() for session in self._sessions.values()] + self._services.factory.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
         trees = await in_thread_or_here(partial(processes.inspect_trees, identities))
@@ -227,66 +226,68 @@ class HermesSessionManager:
         deaths = {(report.conversation_id, report.user_id): report.report_id for report in self._reports}
         seen = []
         for row in rows:
-            tree = found.get((row.pid, row.create_time))  # type: ignore[arg-type]
-            more: dict[str, Any] = (
-                {} if tree is None else {"health": tree.health, "rss_bytes": tree.rss_bytes, "cpu_s": tree.cpu_s}
-            )
             last_death = deaths.get((row.conversation_id, row.user_id))
-            seen.append(replace(row, supervisor_pid=os.getpid(), last_death=last_death, **more))
+            snapshot = replace(row, supervisor_pid=os.getpid(), last_death=last_death)
+            if row.pid is not None and row.create_time is not None:
+                tree = found[row.pid, row.create_time]
+                snapshot = replace(snapshot, health=tree.health, rss_bytes=tree.rss_bytes, cpu_s=tree.cpu_s)
+            seen.append(snapshot)
         return seen
 
     # --- the pool as a whole ---
 
     def pool(self) -> PoolSnapshot:
-        """Return the pool's state, its limit, who waits, and whether workers can be started."""
+        """Return the pool's state, its limit, how many messages wait, and whether workers may be started."""
         seen = self._admission.snapshot()
         if self._admission.state is PoolState.NEW:
             return seen
         return replace(seen, starts=self._services.factory.breaker.snapshot())
 
     async def pause(self, deadline_s: float = 0.0) -> int:
-        """Begin no more turns: messages wait, up to ``timeouts.wait_s``, until ``resume``. Turns that run go on.
+        """Begin no more turns until ``resume``. Messages wait, up to ``timeouts.wait_s``; running turns go on.
 
-        Waits up to ``deadline_s`` seconds for those, and returns how many still run: after 0, Hermes can be upgraded,
-        say. Nothing is ever cancelled by it. ``PoolClosedError``, and ``PoolDrainingError`` in a pool that is drained.
+        Waits up to ``deadline_s`` seconds for the running turns, and returns how many still run: once that is 0, you
+        can upgrade Hermes, say. It never cancels anything. Raises ``PoolClosedError``, or ``PoolDrainingError`` if the
+        pool is drained.
         """
         return await self._admission.pause(deadline_s)
 
     def resume(self) -> None:
-        """Begin turns again, after ``pause`` or ``drain``, also one that still goes on. ``PoolClosedError``."""
+        """Begin turns again after ``pause`` or ``drain``, even if that is in progress. Raises ``PoolClosedError``."""
         self._admission.resume()
 
     async def drain(self, deadline_s: float) -> Drained:
-        """Finish the turns that run and the messages in line, and refuse new ones with ``PoolDrainingError``.
+        """Finish running turns and waiting messages, and refuse new messages with ``PoolDrainingError``.
 
-        After ``deadline_s`` seconds what is left is ended: turns with ``TurnCancelledError``, and their workers
-        stopped. Idle workers stay. Return how many were finished and cut. The pool is then drained until ``resume`` or
-        ``close``; cancelling the caller leaves it draining, with nothing cut. ``PoolClosedError``.
+        What is left after ``deadline_s`` seconds is cut: the turns end with ``TurnCancelledError``, and their workers
+        are stopped. Idle workers stay. Return how many messages were finished and how many were cut. The pool is then
+        drained until ``resume`` or ``close``. Cancelling the caller leaves it draining and cuts nothing. Raises
+        ``PoolClosedError``.
         """
         return await self._admission.drain(deadline_s)
 
     def resize(self, workers_max: int) -> None:
-        """Change ``workers_max`` of the running pool. Where there are more, idle workers go; a turn is never ended.
+        """Change ``workers_max`` of the running pool. Surplus workers are stopped once they are idle, never in a turn.
 
-        ``SettingsError`` for less than 1.
+        Raises ``SettingsError`` if ``workers_max`` is less than 1.
         """
         self._admission.resize(workers_max)
 
     # --- what went wrong, and another chance ---
 
     def deaths(self) -> list[DeathReport]:
-        """Return the reports of the workers that died unasked, the latest first. 64 are kept, in memory only.
+        """Return the reports of the workers that died unexpectedly, the latest first. 64 are kept, in memory only.
 
         The same report is in the error of the turn (``WorkerDiedError.report``) and in the log (``worker_died``).
         """
         return list(reversed(self._reports))
 
     def reset(self, conversation: str | SessionKey | None = None) -> None:
-        """Let in at once what is refused for a while; for whoever has mended something that the pool cannot see.
+        """Lift temporary refusals at once. Call it when you have fixed something that the pool cannot see.
 
-        Without a conversation: starts of workers, refused with ``PoolUnavailableError`` and its kind. With one: its own
-        back-off (``RestartBackoffError``) ends, its deaths are forgotten, and all its quarantined messages are
-        released; nothing happens where it is not known here. ``InvalidKeyError``, ``PoolClosedError``.
+        Without a conversation, worker starts are allowed again (``PoolUnavailableError`` and its subclass end). With
+        one, its back-off ends (``RestartBackoffError``), its deaths are forgotten, and all its quarantined messages are
+        released; an unknown conversation is ignored. Raises ``InvalidKeyError`` and ``PoolClosedError``.
         """
         self._refuse_unless_open()
         if conversation is None:
@@ -299,10 +300,10 @@ class HermesSessionManager:
             self._log.info("session_reset", conversation_id=session.key.conversation_id)
 
     def release(self, conversation: str | SessionKey, fingerprint: str) -> bool:
-        """Let a quarantined message in again, by the fingerprint that its ``MessageQuarantinedError`` has.
+        """Release a quarantined message, by the fingerprint in its ``MessageQuarantinedError``.
 
-        Return whether it was known: fingerprints are of one supervisor, and gone with it. The deaths that it has caused
-        are forgotten, so that it may end ``restarts.quarantine_after`` workers again. ``InvalidKeyError``,
+        Return whether the fingerprint was known: fingerprints are valid in one supervisor only. The message's deaths
+        are forgotten, so that it may kill ``restarts.quarantine_after`` workers again. Raises ``InvalidKeyError`` and
         ``PoolClosedError``.
         """
         self._refuse_unless_open()
@@ -333,13 +334,13 @@ class HermesSessionManager:
         return session
 
     def _forget_some(self) -> None:
-        """Bound the memory of sessions that are at rest; the ones longest known go first."""
+        """Drop inactive sessions from memory if there are too many, the oldest first."""
         if len(self._sessions) <= SESSIONS_KEPT:
             return
-        resting = [
+        inactive = [
             key for key, session in self._sessions.items() if session.is_inactive and not session.metadata.unsaved
         ]
-        for key in resting[: len(self._sessions) - SESSIONS_KEPT]:
+        for key in inactive[: len(self._sessions) - SESSIONS_KEPT]:
             del self._sessions[key]
             self._by_id.pop(key.conversation_id, None)
 
@@ -362,7 +363,7 @@ class HermesSessionManager:
             self._log.error("task_failed", error=repr(error), exc_info=error)
 
     async def _sweep(self) -> None:
-        """Let idle sessions go, and try again what could not be saved."""
+        """Stop idle workers and retry failed saves, periodically, until cancelled."""
         while True:
             await asyncio.sleep(sweep_every_s(self.settings.timeouts.idle_s))
             self._services.factory.spares.refill()
@@ -375,7 +376,7 @@ class HermesSessionManager:
             results = await asyncio.gather(
                 *(session.hibernate(self.settings.timeouts.idle_s) for session in idle),
                 *(session.metadata.save() for session in list(self._sessions.values()) if session.metadata.unsaved),
-                return_exceptions=True,  # what fails for one must not end the sweeps of all
+                return_exceptions=True,  # a failure of one session must not end the sweeps
             )
             for error in results:
                 if isinstance(error, Exception):
@@ -422,7 +423,7 @@ class HermesSessionManager:
 
 
 def _own_store(settings: PoolSettings) -> "ConversationStore":
-    # SQLAlchemy takes longer to import than all else together, and not everybody who imports this opens a pool.
+    # SQLAlchemy takes longer to import than everything else together, and not every importer opens a pool.
     from hermes_pool.storage.store import ConversationStore  # noqa: PLC0415
 
     return ConversationStore.from_url(settings.store_url, settings.timeouts.database_s)
@@ -437,6 +438,6 @@ def _key(conversation: str | SessionKey) -> SessionKey:
 
 
 def _version() -> str:
-    from importlib.metadata import version  # noqa: PLC0415 - takes a while, and is seldom asked for
+    from importlib.metadata import version  # noqa: PLC0415 - slow, and seldom needed
 
     return version("hermes-pool")

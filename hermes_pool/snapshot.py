@@ -59,8 +59,8 @@ class PoolSnapshot:
     expected_wait_s: float | None = None
     """How long another message would wait for a worker, in seconds, by the latest turns; ``None``: unknown."""
     starts: BreakerSnapshot | None = None
-    """Whether workers may be started, or starts are refused because earlier ones failed, and why. ``None`` for a pool that
-    was never opened, or a supervisor older than this field."""
+    """Whether workers may be started, or starts are refused since earlier ones failed; and why. ``None`` for a pool
+    that was never opened, or a supervisor older than this field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +106,8 @@ class SessionSnapshot:
     """End of the last turn, ISO 8601 in UTC."""
     last_error: str | None = None
     restart_breaker: str = BreakerState.CLOSED.value
-    """A ``BreakerState``: ``open`` while no worker is started because too many have died; ``half_open`` once that time is
-    over, and the next turn decides."""
+    """A ``BreakerState``: ``open`` while no worker is started, since too many have died; ``half_open`` once that
+    time is over, and the next turn decides."""
     retry_after_s: float | None = None
     """In how many seconds a worker may be started again; ``None`` if it may be now."""
     quarantined: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
-"""One turn as its session runs it: where it stands, what is known of it, and its events on their way to the caller.
+"""One turn as its session runs it: its state, what is known about it, and its events on the way to the caller.
 
-The turn is passive. Its session feeds it from the loop's callbacks, whether the caller listens or not, and settles it
-exactly once; so a caller that is slow, gone or cancelled can hold up nothing but its own stream.
+The turn is passive. Its session feeds it from callbacks of the event loop, whether the caller listens or not, and
+settles it exactly once. So a caller that is slow, gone or cancelled can block nothing but its own stream.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from hermes_pool.lifecycle import TURN, TurnChange, TurnState
 from hermes_pool_worker import wire
 
 CALLS_KEPT = 1000
-"""How many tool calls and open questions of one turn are remembered. One with more is an attack, or out of control."""
+"""How many tool calls, and open questions, of one turn are kept. A turn with more is an attack, or out of control."""
 EVENTS_WAITING_MAX = 1024
-"""How many events may wait for a slow consumer. Beyond that, the worker is no longer read and so slowed down."""
+"""How many events may wait for a slow consumer. At this number the pool stops reading, which slows the worker down."""
 EVENT_BYTES_WAITING_MAX = 4 * 1024 * 1024
-"""About how many bytes those events may hold."""
+"""How many bytes those events may hold, approximately."""
 
 Ending = HermesPoolError | Literal["cancelled"]
-"""Why a turn was to end before its reply; the error is what its caller gets."""
+"""Why a turn was to end before its reply. An error is what its caller gets."""
 
 
 class ActiveTurn:
-    """One message on its way to a reply. It is the stream of its own events."""
+    """One message on its way to a reply. It is also the stream of its events."""
 
     __slots__ = (
         "_bytes_waiting", "_drained", "_events", "_waiters", "attempt", "began_at", "deaths",
@@ -47,28 +47,28 @@ class ActiveTurn:
         self.turn_id = turn_id
         self.text = text
         self.streams = streams
-        """Whether anybody wants to see the events."""
+        """Whether the caller wants the events."""
         self.state = TurnState.QUEUED
         self.attempt = 1
         self.deaths = 0
-        """Workers that have died with it."""
+        """How many workers have died with it."""
         self.tools_started: list[str] = []
-        """The names of its tools, in the order in which they started, over all attempts."""
+        """The names of its tools over all attempts, in the order in which they started."""
         self.tools_open: dict[str, str] = {}
-        """The names of the tools that run, by their calls."""
+        """The names of the running tools, by call id."""
         self.questions_open: dict[str, float] = {}
-        """For each open question, when (loop's clock) its worker gives up waiting for an answer."""
+        """For each open question id, when the worker stops waiting for the answer, on the loop's clock."""
         self.began_at = 0.0
         """When a worker was first given it, on the loop's clock."""
         self.heard_at = 0.0
-        """When its worker last made progress that we know of."""
+        """When its worker last made progress, as far as known, on the loop's clock."""
         self.last_event: str | None = None
-        """The kind of the last frame of its worker."""
+        """The type of the last event from its worker."""
         self.ending: Ending | None = None
         self.outcome: Reply | HermesPoolError | None = None
-        """How it has ended."""
+        """How it ended; ``None`` until then."""
         self.lags = False
-        """Whether too many events wait: the worker is not read until they are consumed."""
+        """Whether too many events wait: nothing more is read from the worker until they are consumed."""
         self._drained = drained
         self._events: deque[wire.TurnEvent] | None = deque() if streams else None
         self._bytes_waiting = 0
@@ -77,7 +77,7 @@ class ActiveTurn:
     # --- the session's side ---
 
     def push(self, event: wire.TurnEvent) -> None:
-        """Hand an event to the caller, if the caller still listens."""
+        """Queue an event for the caller, if the caller still listens."""
         events = self._events
         if events is None:
             return
@@ -89,19 +89,19 @@ class ActiveTurn:
             self._wake()
 
     def tool_started(self, call_id: str, name: str) -> None:
-        """Remember a tool: from here on the turn may have had effects."""
+        """Record a tool. From here on the turn may have had effects."""
         if len(self.tools_started) < CALLS_KEPT:
             self.tools_started.append(name)
         if len(self.tools_open) < CALLS_KEPT:
             self.tools_open[call_id] = name
 
     def asked(self, question_id: str, until: float) -> None:
-        """Remember a question that waits for its answer until that moment of the loop's clock."""
+        """Record a question that waits for its answer until ``until``, on the loop's clock."""
         if len(self.questions_open) < CALLS_KEPT:
             self.questions_open[question_id] = until
 
     def worker_died(self) -> None:
-        """Forget what ended with the worker."""
+        """Count the death, and forget what ended with the worker."""
         self.deaths += 1
         self.tools_open.clear()
         self.questions_open.clear()
@@ -116,7 +116,7 @@ class ActiveTurn:
     # --- the caller's side ---
 
     def __aiter__(self) -> AsyncIterator[wire.TurnEvent]:
-        """Iterate over the events, up to the end of the turn."""
+        """Iterate over the events until the turn ends."""
         return self
 
     async def __anext__(self) -> wire.TurnEvent:
@@ -134,7 +134,7 @@ class ActiveTurn:
         raise StopAsyncIteration
 
     async def settled(self) -> Reply | HermesPoolError:
-        """Wait for the outcome. Events that were not read are dropped."""
+        """Wait for the outcome and return it. Unread events are dropped."""
         self._events = None
         if self.lags:
             self._consumed()
@@ -157,7 +157,7 @@ class ActiveTurn:
             self._drained(self)
 
     def _change(self) -> "asyncio.Future[None]":
-        """Return a future that the next change completes. Nobody has to await it."""
+        """Return a future that the next event or the outcome completes. It need not be awaited."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters = (*self._waiters, waiter)
         return waiter
@@ -170,5 +170,5 @@ class ActiveTurn:
 
 
 def _size(event: wire.TurnEvent) -> int:
-    """Return about how many bytes an event holds. Not for a piece of text: there may be thousands."""
+    """Return approximately how many bytes an event holds. Too slow for text deltas: there may be thousands."""
     return sum(len(value) for value in msgspec.structs.astuple(event) if isinstance(value, str | list))

@@ -1,11 +1,11 @@
-"""What an agent goes on doing when its turn is over: its open jobs, and how long they may keep its worker."""
+"""The background work of an agent after its turn: its open jobs, and how long they may keep the worker."""
 
 from collections.abc import Callable, Iterable
 
 JOBS_MAX = 100
-"""Most open jobs of one session that are kept."""
+"""How many open jobs of one session are kept at most."""
 JOBS_A_TURN_MAX = 1000
-"""Most jobs that may begin between one turn's end and the next: each costs log lines and a call of the host's."""
+"""How many jobs may start between the ends of two turns: each costs log lines and a call of the host's callback."""
 _NAMES_SHOWN_MAX = 5
 _NAME_CHARS_SHOWN = 80
 
@@ -20,22 +20,22 @@ class BackgroundJobs:
         self.restart_clocks()
 
     def restart_clocks(self) -> None:
-        """Start the clocks anew: a turn has ended, or the worker is ready."""
+        """Restart both clocks: a turn has ended, or the worker has become ready."""
         self.ready_since = self.idle_since = self._clock()
         self._begun = 0
 
     def still_working(self) -> None:
-        """Start the idle clock anew, but not the one that limits background work."""
+        """Restart the idle clock, but not the one that limits background work."""
         self.idle_since = self._clock()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the open jobs."""
+        """The names of the open jobs."""
         return tuple(self._jobs.values())
 
     @property
     def in_time(self) -> bool:
-        """Whether background work, if there is any, may still go on."""
+        """Whether background work, if any, may still go on."""
         return self._clock() - self.ready_since < self._timeout_s
 
     @property
@@ -44,7 +44,7 @@ class BackgroundJobs:
         return bool(self._jobs) and self.in_time
 
     def started(self, job_id: str, name: str) -> bool:
-        """Add a job; return whether it is kept: there may be too many."""
+        """Add a job; return ``False`` if there are too many."""
         self._begun += 1
         if self._begun > JOBS_A_TURN_MAX or (len(self._jobs) >= JOBS_MAX and job_id not in self._jobs):
             return False
@@ -52,21 +52,21 @@ class BackgroundJobs:
         return True
 
     def finished(self, job_id: str) -> str | None:
-        """Remove a job that has ended; return its name, or ``None`` where it is not open."""
+        """Remove a job that has ended; return its name, or ``None`` if it was not open."""
         name = self._jobs.pop(job_id, None)
         if name is not None and self.in_time:
             self.still_working()
         return name
 
     def lost(self) -> tuple[str, ...]:
-        """Forget all jobs, since their worker is gone; return their names."""
+        """Remove all jobs, since their worker is gone; return their names."""
         names = self.names
         self._jobs.clear()
         return names
 
 
 def summary_of(names: Iterable[str]) -> str:
-    """Return names for people: the first few, each of bounded length."""
+    """Return names as text for people: the first few, each shortened."""
     few = list(names)
     more = len(few) - _NAMES_SHOWN_MAX
     few = [name[:_NAME_CHARS_SHOWN] for name in few[:_NAMES_SHOWN_MAX]]

@@ -1,4 +1,4 @@
-"""Describes a death: its report, and the error of the turn that died with it."""
+"""Describes a death: its report, and the error of the turn that ended with it."""
 
 import secrets
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from hermes_pool.process.death import Death
 from hermes_pool.settings import SessionKey
 
 TOOLS_NAMED = 20
-"""How many tools an error names in its text. All are in its ``tools``."""
+"""How many tools the text of an error names. The attribute ``tools`` has all of them."""
 
 
 def report_of(
@@ -26,9 +26,9 @@ def report_of(
     key: SessionKey,
     incarnation: int,
     now: float,
-    memory: Sequence[tuple[float, int]] = (),
+    memory: Sequence[tuple[float, int]],
 ) -> DeathReport:
-    """Return the report of ``death``; ``now`` is the event loop's clock, ``turn`` the one that ran."""
+    """Return the report of ``death``. ``now`` is the time on the event loop's clock; ``turn`` was running, if any."""
     return DeathReport(
         report_id=secrets.token_hex(4),
         conversation_id=key.conversation_id,
@@ -52,9 +52,9 @@ def report_of(
 
 
 def died_with(
-    turn: ActiveTurn, report: DeathReport, decision: Decision, what_next: str = "The next message gets a new one"
+    turn: ActiveTurn, report: DeathReport, decision: Decision, what_next: str = "The next message gets a new worker"
 ) -> TurnInterruptedError | WorkerCrashedError:
-    """Return the error of a turn that no further worker will run: by ``decision``, an interruption or a crash."""
+    """Return the error of a turn that is given up: an interruption or a crash, by ``decision``."""
     facts: dict[str, Any] = {
         "exit": report.exit,
         "returncode": report.returncode,
@@ -66,13 +66,13 @@ def died_with(
         names = list(dict.fromkeys(turn.tools_started))
         tools = ", ".join(names[:TOOLS_NAMED]) + (", ..." if len(names) > TOOLS_NAMED else "")
         return TurnInterruptedError(
-            f"the worker {report.exit} after a tool had started ({tools}). Its effect may have happened, so the "
-            f"message was not run again: look before you send it again (report {report.report_id})",
+            f"the worker {report.exit} after a tool had started ({tools}). The tool may have acted, so the "
+            f"message was not run again: check what it did before you send it again (report {report.report_id})",
             tools=turn.tools_started,
             **facts,
         )
     times = "once" if turn.deaths == 1 else f"{turn.deaths} times"
     return WorkerCrashedError(
-        f"the worker {report.exit}. This message has ended a worker {times}. {what_next} (report {report.report_id})",
+        f"the worker {report.exit}. This message has lost its worker {times}. {what_next} (report {report.report_id})",
         **facts,
     )

@@ -1,7 +1,7 @@
-"""The limits of a turn: its total time, and its time without a sign of progress.
+"""The time limits of a turn: its total time, and its time without progress.
 
-Silence while a tool runs, while a question waits for its answer, or while the caller does not read is nobody's fault:
-the clock of progress stands still then.
+Silence is expected while a tool runs, while a question waits for its answer, and while the caller does not read: then
+the progress clock stands still.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from hermes_pool.settings import Timeouts
 
 
 class Limit(StrEnum):
-    """A limit of time, by the setting that sets it."""
+    """A time limit; the value is the setting that defines it."""
 
     TURN = "timeouts.turn_s"
     PROGRESS = "timeouts.progress_s"
@@ -23,7 +23,7 @@ class Limit(StrEnum):
 class TurnDeadlines:
     """Watches the turns of one session, one after the other, with one timer.
 
-    The timer is not set anew for every frame, nor for every turn: when it fires, it looks how late it really is.
+    The timer is not reset for every frame or turn: when it fires, it checks whether a limit has really been reached.
     ``on_limit`` is called with the turn, the limit and its length in seconds.
     """
 
@@ -33,17 +33,17 @@ class TurnDeadlines:
         self._on_limit = on_limit
         self._loop = asyncio.get_running_loop()
         self.turn: ActiveTurn | None = None
-        """The turn that is watched. Without one the timer goes on: a further turn may need it soon."""
+        """The watched turn. The timer stays set without one: the next turn may need it soon."""
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, turn: ActiveTurn) -> None:
-        """Watch a turn from now on, instead of the one before."""
+        """Watch this turn from now on."""
         self.turn = turn
         if self._timer is None:
             self._set_timer(turn)
 
     def stop(self) -> None:
-        """Watch nothing."""
+        """Stop watching."""
         self.turn = None
         if self._timer is not None:
             self._timer.cancel()

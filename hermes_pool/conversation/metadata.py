@@ -1,7 +1,7 @@
-"""What is known of a session beyond its worker, and its way into the store and back.
+"""What is known about a session independently of its worker, and how it is saved and loaded.
 
-Workers come and go; a conversation is resumed with this. It changes with each turn and is stored beside the turns: soon
-after a change, and always before an idle worker is stopped.
+Workers come and go; this is what resumes the conversation. It changes with each turn and is saved in the background:
+soon after a change, and always before an idle worker is stopped.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from hermes_pool.settings import SessionKey
 from hermes_pool.storage.record import SessionRecord
 from hermes_pool_worker import wire
 
-if TYPE_CHECKING:  # SQLAlchemy takes longer to import than all else together
+if TYPE_CHECKING:  # SQLAlchemy takes longer to import than everything else together
     from hermes_pool.storage.store import ConversationStore
 
 Status = Literal["healthy", "dormant", "failed"]
 
 
 class SessionMetadata:
-    """The metadata of one session. ``changed`` is called when there is something new to store."""
+    """The metadata of one session. ``changed`` is called when there is something to save."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class SessionMetadata:
         changed: Callable[[], None],
     ) -> None:
         self.session_id: str | None = None
-        """The agent's own name of the session."""
+        """The agent's own id of the session."""
         self.committed: str | None = None
-        """The agent's mark in its history, after the last turn that ended with a reply."""
+        """The agent's mark in its history after the last turn that ended with a reply."""
         self.worker: ProcessIdentity | None = None
-        """The worker, while it is ready."""
+        """The identity of the worker; ``None`` while no worker is ready."""
         self.incarnation = 0
         """The number of the current or last worker, counted from 1 in this supervisor."""
         self.restart_count = 0
@@ -49,13 +49,13 @@ class SessionMetadata:
         """How many turns have ended with a reply."""
         self.last_error: str | None = None
         self.unfinished: wire.Turn | None = None
-        """The turn that the next worker may find unfinished in the history, since the one before has died with it."""
+        """The turn that the next worker may find unfinished in the history, since the last worker died in it."""
         self.given_up = False
-        """Whether the caller of ``unfinished`` was told that it failed: then its reply is not wanted any more."""
+        """Whether ``unfinished`` has been reported as failed, so that its reply is no longer wanted."""
         self.unsaved = False
-        """Whether something has changed since it was stored."""
+        """Whether anything has changed since the last save."""
         self.save_error: StoreError | None = None
-        """Why it could not be stored the last time; ``None`` when it could."""
+        """Why the last save failed; ``None`` if it succeeded."""
         self._status: Status = "dormant"
         self._last_used_at: float | None = None  # seconds since the epoch
         self._saved_session_id: str | None = None
@@ -74,13 +74,13 @@ class SessionMetadata:
         self.incarnation += 1
 
     def start_failed(self, error: Exception) -> None:
-        """Remember why there is no worker."""
+        """Record why there is no worker."""
         self._status = "failed"
         self.last_error = str(error)
         self.save_soon()
 
     def opened(self, opened: wire.Opened, worker: ProcessIdentity, *, replaces: bool) -> None:
-        """Learn that a worker is ready; ``replaces`` one that died unasked."""
+        """Record that a worker is ready; ``replaces``: in place of one that died unexpectedly."""
         if replaces:
             self.restart_count += 1
         self.session_id, self.committed = opened.session_id, opened.committed
@@ -89,36 +89,36 @@ class SessionMetadata:
         self.save_soon()
 
     def died(self, error: str | None, unfinished: wire.Turn | None) -> None:
-        """Learn that the worker has died, with ``error`` if nobody wanted that, and maybe in the middle of a turn."""
+        """Record that the worker died: ``error`` if that was unexpected, ``unfinished`` if it had a turn."""
         self._status, self.worker = "dormant", None
         self.last_error = error or self.last_error
         if unfinished is not None:
             self.unfinished, self.given_up = unfinished, False
 
     def replacements_spent(self) -> None:
-        """Learn that a turn has lost more workers than may be replaced for it."""
+        """Record that a turn has lost more workers than may be replaced for it."""
         self._status = "failed"
 
     def turn_left(self, unfinished: wire.Turn | None) -> None:
-        """Learn that a turn has ended and no worker is left. The next one takes ``unfinished`` out of the history."""
+        """Record that a turn ended without a worker. The next worker removes ``unfinished`` from the history."""
         self.unfinished, self.given_up = unfinished, unfinished is not None
 
     def moved(self, session_id: str) -> None:
-        """Learn that the agent goes on under another session id."""
+        """Record that the agent continues under another session id."""
         self.session_id = session_id
         self.save_soon()
 
     def turn_done(self, done: wire.TurnDone) -> None:
-        """Learn where the session stands after a turn that has ended with a reply."""
+        """Record where the history stands after a turn that ended with a reply."""
         self.session_id, self.committed = done.session_id, done.committed
 
     def turn_failed(self, failed: wire.TurnFailed) -> None:
-        """Learn where the session stands after a turn that the agent could not answer."""
+        """Record where the history stands after a turn that the agent could not answer."""
         self.session_id = failed.session_id or self.session_id
         self.committed = failed.committed or self.committed
 
     def turn_settled(self, error: HermesPoolError | None) -> None:
-        """Note the end of a turn. This is on the path of every turn: a save that is due is not asked for again."""
+        """Record the end of a turn. This is on the path of every turn, so a save that is due is not requested again."""
         if error is not None:
             self.last_error = str(error)
         self._last_used_at = time()
@@ -129,18 +129,18 @@ class SessionMetadata:
 
     @property
     def identity_is_stored(self) -> bool:
-        """Whether the store knows this session: a host that dies now loses nothing but the last second's figures."""
+        """Whether the session id is stored: a host that dies now loses only the figures of the last second."""
         return self._saved_session_id == self.session_id
 
     @property
     def last_used(self) -> str | None:
-        """The end of the last turn, ISO 8601 in UTC."""
+        """When the last turn ended, ISO 8601 in UTC."""
         if self._last_used_at is None:
             return None
         return datetime.fromtimestamp(self._last_used_at, UTC).isoformat(timespec="milliseconds")
 
     def record(self, status: Status | None = None, error: str | None = None) -> SessionRecord:
-        """Return what is stored; ``status`` and ``error`` tell of a change that is about to be made."""
+        """Return the record to store; ``status`` and ``error`` are those of a change that is about to be made."""
         status = status or self._status
         pid, create_time = self.worker if self.worker is not None and status == "healthy" else (None, None)
         return SessionRecord(
@@ -159,22 +159,22 @@ class SessionMetadata:
         )
 
     def save_soon(self) -> None:
-        """Have it stored."""
+        """Schedule a save."""
         self.unsaved = True
         self._changed()
 
     async def save(self, status: Status | None = None, *, error: str | None = None) -> bool:
-        """Store it now; return whether that worked. A failure is logged, and shown until a later save succeeds."""
+        """Save now; return whether that succeeded. A failure is logged, and shown until a later save succeeds."""
         if self.session_id is None:
-            return True  # nothing to come back to
-        async with self._saving:  # one after the other, so that an older record never overwrites a newer one
+            return True  # there is nothing to resume
+        async with self._saving:  # one at a time, so that an older record never overwrites a newer one
             record = self.record(status, error)
             self.unsaved = False
             try:
                 await self._store.save(self._key, record)
             except StoreError as failure:
                 self.unsaved = True
-                if str(failure) != str(self.save_error):  # logged once, though it is tried again and again
+                if str(failure) != str(self.save_error):  # logged once, although saving is retried
                     self._log.warning("save_failed", error=str(failure))
                 self.save_error = failure
                 return False
@@ -184,17 +184,17 @@ class SessionMetadata:
 
     @property
     def never_storable(self) -> bool:
-        """Whether the last save failed for good: the conversation's row cannot take what is ours."""
+        """Whether the last save failed for good: the conversation's row cannot hold the metadata."""
         return isinstance(self.save_error, StateNotWritableError)
 
     async def recall(self) -> None:
-        """Read what is stored, unless what is known here is newer. Raises ``StoreError`` where nobody can tell."""
+        """Load the stored record, unless the metadata here is newer. Raises ``StoreError`` if that fails."""
         if self.session_id is not None and (self.unsaved or self._saving.locked()):
             return
         try:
             stored = await self._store.load(self._key)
         except StateNotWritableError as error:
-            # Its row cannot hold a session of ours; it is left as it is, and the conversation goes on without.
+            # Its row cannot hold the metadata: it is left as it is, and the conversation goes on without.
             self.last_error = str(error)
             self._log.warning("state_unreadable", error=str(error))
             return

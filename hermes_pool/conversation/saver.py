@@ -1,13 +1,13 @@
-"""Stores what has changed, beside the turns and never on their path."""
+"""Saves changed metadata in the background, never on the path of a turn."""
 
 import asyncio
 
 from hermes_pool.conversation.metadata import SessionMetadata
 
 SAVE_EVERY_S = 1.0
-"""How often a session that is talked to all the time is stored."""
-SAVE_NEWS_AFTER_S = 0.02
-"""How soon news of a session's identity are stored. The moment lets its caller have the reply first."""
+"""How often the metadata of a busy session is saved, in seconds."""
+SAVE_URGENT_AFTER_S = 0.02
+"""How soon a new session id is saved, in seconds. The delay lets the caller have the reply first."""
 
 
 class Saver:
@@ -18,12 +18,12 @@ class Saver:
         self._wanted = asyncio.Event()
 
     def soon(self, metadata: SessionMetadata, *, urgent: bool) -> None:
-        """Have a session stored: within a moment when that is ``urgent`` or its identity new, else within a second."""
+        """Schedule a save: almost at once if it is ``urgent`` or the session id is new, otherwise within a second."""
         now = asyncio.get_running_loop().time()
-        calm = metadata.identity_is_stored and not urgent
-        if metadata in self._due and (calm or self._due[metadata] <= now + SAVE_NEWS_AFTER_S):
+        can_wait = metadata.identity_is_stored and not urgent
+        if metadata in self._due and (can_wait or self._due[metadata] <= now + SAVE_URGENT_AFTER_S):
             return
-        self._due[metadata] = now + (SAVE_EVERY_S if calm else SAVE_NEWS_AFTER_S)
+        self._due[metadata] = now + (SAVE_EVERY_S if can_wait else SAVE_URGENT_AFTER_S)
         self._wanted.set()
 
     async def run(self) -> None:

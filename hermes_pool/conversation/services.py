@@ -14,13 +14,13 @@ from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.system.sampler import Sampler
 from hermes_pool_worker import wire
 
-if TYPE_CHECKING:  # SQLAlchemy takes longer to import than all else together
+if TYPE_CHECKING:  # SQLAlchemy takes longer to import than everything else together
     from hermes_pool.storage.store import ConversationStore
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionServices:
-    """What a session takes from its pool."""
+    """The services of the pool that its sessions use."""
 
     settings: PoolSettings
     factory: WorkerFactory
@@ -34,6 +34,6 @@ class SessionServices:
     in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
     turn_ids: Iterator[str]
     on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None
-    """The host's callback for work that has ended after its turn."""
+    """The host's callback for background work that has ended."""
     reports: deque[DeathReport]
-    """The latest deaths that nobody wanted."""
+    """The latest unexpected deaths."""

@@ -1,7 +1,7 @@
-"""One conversation: who is next, its turns, and what becomes of them when the worker dies.
+"""One conversation: its queue, its turns, and what happens to them when the worker dies.
 
-A turn holds the conversation's lock from its begin until it has settled. The settling itself releases the lock, never
-the caller: a caller that leaves early cannot let the next message in too soon.
+A turn holds the conversation's lock from when it begins until it settles. Settling releases the lock, never the caller:
+a caller that leaves early cannot let the next message in too soon.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool_worker import wire
 
 CHECK_FROZEN_AFTER_S = 0.5
-"""A worker that was idle for this long is looked at before it gets a turn: it may have been stopped by a signal."""
+"""A worker that was idle for this long is checked before it gets a turn: a signal may have stopped it."""
 _UTF8_BYTES_MAX = 4
-_TURN_BYTES_MAX = 256  # of a turn's frame, beside its text
+_TURN_BYTES_MAX = 256  # of a turn's frame, without its text
 
 
 class Session:
@@ -51,7 +51,7 @@ class Session:
         self.key = key
         self._id = key.conversation_id
         self.waiting = 0
-        """Callers in the queue."""
+        """How many messages wait for the conversation."""
         self._services = services
         self._settings = services.settings
         self._loop = asyncio.get_running_loop()
@@ -76,10 +76,10 @@ class Session:
         self.quarantine = Quarantine(services.settings.restarts, conversation_id=self._id)
         self._lock = asyncio.Lock()
         self._begun: ActiveTurn | None = None
-        """The turn that holds the lock, if it has not settled."""
+        """The turn that holds the lock, until it settles."""
         self._deadlines = TurnDeadlines(services.settings.timeouts, self._over_limit)
         self._notice: str | None = None
-        """What the next reply has to tell."""
+        """What the next reply has to report."""
 
     # --- what the manager and admission ask (admission.Occupant) ---
 
@@ -95,26 +95,26 @@ class Session:
 
     @property
     def is_inactive(self) -> bool:
-        """Whether nothing at all goes on here: no process, no caller."""
+        """Whether nothing at all is going on: no process, no caller."""
         return self.slot.is_empty and not self._lock.locked()
 
     @property
     def is_ready(self) -> bool:
-        """Whether the worker is ready and has no turn; it may have work in the background."""
+        """Whether the worker is ready for a turn; it may have background work."""
         return self.state is WorkerState.IDLE and not self._lock.locked()
 
     def idle_s(self) -> float | None:
-        """Return for how long the worker has had nothing to do; ``None`` when it has, or when there is no worker.
+        """Return how long the worker has had nothing to do, in seconds; ``None`` if it is busy or there is none.
 
-        Work in the background counts, for ``timeouts.background_s``: until then it keeps the worker even where room is
-        needed. Work that shows only as a process is looked for when the worker is about to go.
+        An open background job counts as work, for ``timeouts.background_s``: until then it keeps the worker even if
+        room is needed. Work that is visible only as a process is looked for when the worker is about to go.
         """
         if not self.is_ready or self.slot.jobs.keep_worker:
             return None
         return self._loop.time() - self.slot.jobs.idle_since
 
     def snapshot(self) -> SessionSnapshot:
-        """Return what is known here. The manager adds what the operating system knows."""
+        """Return what the session knows. The manager adds what the operating system reports."""
         now, metadata, slot = self._loop.time(), self.metadata, self.slot
         connection, diagnosis, turn = slot.newest, slot.diagnosis, slot.turn
         process = connection.process if connection is not None else None
@@ -146,12 +146,12 @@ class Session:
         )
 
     async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False, reason: str = "idle") -> bool:
-        """Let the worker go if it has been idle that long: metadata first, then the kill. Return whether it went.
+        """Save the metadata and stop the worker, if it has been idle that long; return whether it was stopped.
 
-        This is a claim and not a check: the lock is held throughout, idleness is decided again under it, and a message
-        that comes meanwhile either prevents it or waits and starts afresh. Where ``room_is_needed``, a session that can
-        never be stored goes as well: what it knows stays in memory. Work in the background keeps the worker until
-        ``timeouts.background_s`` is over; then it is abandoned, and ``last_error`` says so.
+        This claims the session: it holds the lock throughout, and checks idleness again under it. A message that
+        arrives meanwhile either prevents the stop, or waits for it and then starts another worker. If
+        ``room_is_needed``, a session that can never be stored is stopped too; its metadata stays in memory. Background
+        work keeps the worker for ``timeouts.background_s``; then it is abandoned, and ``last_error`` says so.
         """
         if self._lock.locked() or self.waiting:
             return False
@@ -166,13 +166,11 @@ class Session:
             if left and slot.jobs.in_time:
                 slot.jobs.still_working()
                 return False
-            abandoned = (
-                f"work in the background was abandoned (timeouts.background_s): {summary_of(left)}" if left else None
-            )
+            abandoned = f"background work was abandoned (timeouts.background_s): {summary_of(left)}" if left else None
             saved = await metadata.save("dormant", error=abandoned)
             if not saved and not (room_is_needed and metadata.never_storable):
-                return False  # never killed before it is saved; the next sweep tries again
-            if self.waiting or self.state is not WorkerState.IDLE:  # somebody came while it was saved
+                return False  # never stopped before it is saved; the next sweep tries again
+            if self.waiting or self.state is not WorkerState.IDLE:  # a message arrived during the save
                 metadata.save_soon()
                 return False
             if abandoned is not None:
@@ -184,9 +182,10 @@ class Session:
             self._release()
 
     async def stop(self, reason: str, *, retryable: bool = False) -> Stopped | None:
-        """Stop the worker, whatever it does. A running turn ends with ``TurnCancelledError``, which is ``retryable``.
+        """Stop the worker, whatever it is doing, after saving the metadata if the store answers.
 
-        Return what it took, or ``None`` where there was no worker. Metadata is saved first, if the store answers.
+        A running turn ends with a ``TurnCancelledError``; if ``retryable``, so is the error, unless a tool had started.
+        Return how the worker was stopped, or ``None`` if there was none.
         """
         await self.slot.stop_filling()
         turn = self.slot.turn
@@ -199,7 +198,7 @@ class Session:
         return await self.slot.stop(reason)
 
     async def close(self) -> Stopped | None:
-        """Stop for good; the pool is closed, so nobody is let in any more."""
+        """Stop for good. The pool is closed, so no message gets in any more."""
         stopped = await self.stop("the pool is closing", retryable=True)
         self._deadlines.stop()
         return stopped
@@ -218,9 +217,9 @@ class Session:
         )
 
     async def begin(self, turn: ActiveTurn) -> None:
-        """Wait for the turns before it and for a worker, and hand the turn over. A turn that is refused has settled."""
+        """Wait for earlier turns and for a worker, and hand the turn over. A refused turn is settled with its error."""
         try:
-            self._check_size(turn)  # and not after it has waited
+            self._check_size(turn)  # before it waits
             if self.quarantine.killers:
                 self.quarantine.check(turn.text)
             if self.slot.state is not WorkerState.IDLE and self.slot.is_empty:
@@ -236,7 +235,7 @@ class Session:
             turn.state = TURN[turn.state][TurnChange.BEGUN]
             self._begun = turn
             if self.quarantine.killers:
-                self.quarantine.check(turn.text)  # again: it may have waited for itself, sent twice
+                self.quarantine.check(turn.text)  # again: sent twice, it may have waited for itself
             if self._services.admission.state is not PoolState.OPEN:
                 await self._services.admission.wait_while_paused(self)
             if self._loop.time() - self.slot.jobs.ready_since >= CHECK_FROZEN_AFTER_S:
@@ -255,7 +254,7 @@ class Session:
         self._release()
 
     def cancel(self, turn: ActiveTurn, ending: Ending = "cancelled") -> None:
-        """End the turn soon: ask its worker, and after ``timeouts.close_grace_s`` replace it. The first call counts."""
+        """End the turn: ask its worker, and kill that after ``timeouts.close_grace_s``. Only the first call counts."""
         if turn.state is TurnState.SETTLED or turn.ending is not None:
             return
         turn.ending = ending
@@ -266,14 +265,14 @@ class Session:
             self._loop.call_later(self._settings.timeouts.close_grace_s, self._cancel_was_ignored, turn)
 
     def answer(self, turn: ActiveTurn, question_id: str, text: str) -> None:
-        """Pass an answer on to the worker."""
+        """Pass an answer to the worker."""
         if turn is self.slot.turn and self.slot.connection is not None:
             turn.questions_open.pop(question_id, None)
             turn.heard_at = self._loop.time()
             self.slot.connection.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text))
 
     def _drained(self, turn: ActiveTurn) -> None:
-        """Read on: the events that had piled up are consumed."""
+        """Resume reading from the worker: the events that had piled up have been consumed."""
         if turn is self.slot.turn and self.slot.connection is not None:
             turn.heard_at = self._loop.time()
             self.slot.connection.resume_reading()
@@ -287,15 +286,17 @@ class Session:
         try:
             wire.encode(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams), limit)
         except wire.FrameTooLargeError as error:
-            raise MessageTooLargeError(f"the message does not fit: {error}", conversation_id=self._id) from None
+            raise MessageTooLargeError(f"the message is too large: {error}", conversation_id=self._id) from None
 
     async def _wait_in_queue(self) -> None:
         settings = self._settings
-        if settings.busy == "reject" and (self._begun is not None or self.waiting):  # not where its worker only leaves
-            raise ConversationBusyError("another message is being answered", conversation_id=self._id)
+        if settings.busy == "reject" and (self._begun is not None or self.waiting):  # not if its worker only leaves
+            raise ConversationBusyError(
+                'another message is being answered, and messages do not wait (busy="reject")', conversation_id=self._id
+            )
         if self.waiting >= settings.queues.turns_max:
             raise ConversationBusyError(
-                f"{self.waiting} messages are waiting already (queues.turns_max)", conversation_id=self._id
+                f"{self.waiting} messages are already waiting (queues.turns_max)", conversation_id=self._id
             )
         self.waiting += 1
         try:
@@ -303,7 +304,7 @@ class Session:
                 await self._lock.acquire()
         except TimeoutError:
             raise ConversationBusyError(
-                f"the messages before took longer than {settings.timeouts.wait_s:g} s (timeouts.wait_s)",
+                f"earlier messages took longer than {settings.timeouts.wait_s:g} s (timeouts.wait_s)",
                 conversation_id=self._id,
             ) from None
         finally:
@@ -311,14 +312,14 @@ class Session:
             self._services.admission.counts_changed.set()
 
     async def _replace_frozen(self) -> None:
-        """Kill an idle worker that somebody has stopped (SIGSTOP): it would sit on the turn that it is given."""
+        """Kill an idle worker that was stopped by a signal (SIGSTOP): it would never begin the turn."""
         connection = self.slot.connection
         if self.state is WorkerState.IDLE and connection is not None and connection.is_frozen():
             self._log.warning("idle_worker_frozen")
             await self.slot.kill("was stopped by a signal", wanted=True)
 
     async def _have_idle_worker(self, turn: ActiveTurn) -> None:
-        """Have an idle worker: wait for one that leaves, start another, or find it ready."""
+        """Make sure that the worker is idle: wait for the end of one that is being stopped, and start another."""
         starts = 0
         while turn.ending is None:
             self._services.admission.check_open(self)
@@ -331,14 +332,16 @@ class Session:
                 await self.slot.fill()
             else:
                 raise WorkerStartError(
-                    "its workers die as soon as they are ready", step="open", conversation_id=self._id
+                    "its workers die as soon as they are ready",
+                    step="open",
+                    conversation_id=self._id,
                 )
 
     def _refuse(self, turn: ActiveTurn, error: BaseException) -> None:
         """Settle a turn that will not begin."""
         if not isinstance(error, HermesPoolError):
             error = TurnCancelledError(
-                "its caller gave up before it began", sent=False, retryable=True, conversation_id=self._id
+                "the caller gave up before the turn began", sent=False, retryable=True, conversation_id=self._id
             )
         turn.settle(error)
 
@@ -353,13 +356,13 @@ class Session:
         self._deadlines.watch(turn)
 
     def _heard(self, frame: wire.TurnFrame) -> bool:
-        """Take a frame; return ``False`` for one of another attempt or turn: nobody waits for it any more."""
+        """Take a frame; return ``False`` if it belongs to another turn or attempt, and so is unsolicited."""
         turn = self.slot.turn
         if (
             turn is None
             or frame.turn_id != turn.turn_id
             or frame.attempt != turn.attempt
-            or turn.state is TurnState.RECOVERING  # no worker has it that could speak for it
+            or turn.state is TurnState.RECOVERING  # no worker has it
         ):
             return False
         turn.heard_at = self._loop.time()
@@ -372,7 +375,7 @@ class Session:
                 error = AgentFailedError(frame.text, reason=frame.reason, conversation_id=self._id)
                 self._settle(turn, error if turn.ending is None else self._ended_early(turn))
                 return True
-            case wire.TextDelta():  # early, since there may be thousands
+            case wire.TextDelta():  # tested early, since there may be thousands
                 pass
             case wire.ToolStarted():
                 turn.tool_started(frame.call_id, frame.name)
@@ -436,7 +439,7 @@ class Session:
         return self._reply(turn, "", outcome="interrupted")
 
     def _settle(self, turn: ActiveTurn, outcome: Reply | HermesPoolError) -> None:
-        """End the turn that runs: the conversation is free from here on, unless its worker has to go first."""
+        """Settle the running turn. That frees the conversation, unless its worker has to go first."""
         slot, metadata = self.slot, self.metadata
         error = None if isinstance(outcome, Reply) else outcome
         if slot.connection is None:
@@ -454,11 +457,11 @@ class Session:
             self._services.in_background(self._retire(slot.retiring))
 
     async def _retire(self, reason: str) -> None:
-        """Let the worker go between two turns, and only then the next message in."""
+        """Stop the worker between two turns, and let the next message in only then."""
         slot = self.slot
         try:
             if slot.jobs.in_time and await slot.work_left():
-                return  # after the next turn, then
+                return  # it may go after the next turn
             slot.retiring = None
             if self.state is WorkerState.IDLE and await self.metadata.save("dormant"):
                 await slot.stop(reason)
@@ -471,11 +474,11 @@ class Session:
         self._lock.release()
         self._services.admission.counts_changed.set()
 
-    # --- over a limit ---
+    # --- time limits ---
 
     def _over_limit(self, turn: ActiveTurn, limit: Limit, limit_s: float) -> None:
         self._log.warning("turn_timed_out", turn_id=turn.turn_id, limit=limit.value)
-        what = "no reply" if limit is Limit.TURN else "no sign of progress"
+        what = "no reply" if limit is Limit.TURN else "no progress"
         diagnosis = self.slot.diagnosis
         verdict = None if diagnosis is None else f"{diagnosis.verdict}: {diagnosis.reason}"
         text = f"{what} for {limit_s:g} s ({limit.value})" + (f"; its worker was {verdict}" if verdict else "")
@@ -483,7 +486,7 @@ class Session:
 
     def _cancel_was_ignored(self, turn: ActiveTurn) -> None:
         if turn is self.slot.turn and self.state is WorkerState.BUSY:
-            self._services.in_background(self.slot.kill("did not obey a cancel", wanted=True))
+            self._services.in_background(self.slot.kill("ignored a cancel", wanted=True))
 
     # --- after a death ---
 
@@ -491,12 +494,12 @@ class Session:
         self._notice = opened.notice
 
     def _worker_died(self, report: DeathReport, wanted: bool) -> None:
-        """Go on after a death: the turn that the worker had gets a reply or a clean error all the same."""
+        """React to a death: the worker's turn still gets a reply or a clean error."""
         turn = self.slot.turn
         if turn is None:
             self.metadata.save_soon()
             return
-        if turn.state is TurnState.RECOVERING:  # its new worker had opened and done nothing else: the recovery will see
+        if turn.state is TurnState.RECOVERING:  # the new worker had only opened: the recovery notices
             turn.state = TURN[turn.state][TurnChange.WORKER_DIED]
             turn.deaths += 1
             return
@@ -526,17 +529,17 @@ class Session:
         )
 
     async def _recover(self, turn: ActiveTurn, report: DeathReport) -> None:
-        """Give the turn whose worker has died its reply, another run, or a clean error."""
+        """Give the turn of a dead worker its reply, another run, or a clean error."""
         try:
             outcome = await self._replace_worker(turn, report)
-        except BaseException:  # a bug of ours, or the loop is ending: nobody may wait for this turn for ever
+        except BaseException:  # our bug, or the loop is ending: the caller must not wait for ever
             self._settle(turn, died_with(turn, report, Decision.CRASH))
             raise
         if outcome is not None:
             self._settle(turn, outcome)
 
     async def _replace_worker(self, turn: ActiveTurn, report: DeathReport) -> Reply | HermesPoolError | None:
-        """Start another worker in place of the dead one; return how the turn ends, or ``None``: it runs again."""
+        """Start another worker in place of the dead one; return the turn's outcome, or ``None`` if it runs again."""
         if turn.ending is not None:
             return self._ended_early(turn)
         try:
@@ -563,7 +566,11 @@ class Session:
             case Decision.REPLAY:
                 turn.attempt += 1
                 self._hand_over(turn)
-                turn.push(wire.Status(turn.turn_id, turn.attempt, f"the worker {report.exit}; another one begins anew"))
+                turn.push(
+                    wire.Status(
+                        turn.turn_id, turn.attempt, f"the worker {report.exit}; another one starts the reply again"
+                    )
+                )
                 return None
             case _:
                 return died_with(turn, self.slot.unreplaced or report, decision)

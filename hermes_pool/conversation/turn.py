@@ -1,4 +1,4 @@
-"""One turn as its caller sees it: its events, its reply, and the ways to end it early."""
+"""One turn as its caller sees it: its events, its reply, and how to cancel it."""
 
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -19,8 +19,8 @@ class Turn:
                 ...
             reply = await turn.reply()
 
-    Entering waits for the turns before it and for a worker. Leaving before the end cancels the turn. An event with
-    another ``attempt`` than the ones before tells that the worker has died and another one begins the reply anew.
+    Entering waits for earlier turns and for a worker. Leaving before the end cancels the turn. When the ``attempt`` of
+    the events increases, the worker has died, and another one starts the reply again from the beginning.
     """
 
     __slots__ = ("_session", "_turn")
@@ -31,7 +31,7 @@ class Turn:
 
     @property
     def turn_id(self) -> str:
-        """The turn's name, in its events, its reply and the log."""
+        """The turn's id in its events, its reply and the log."""
         return self._turn.turn_id
 
     @property
@@ -41,28 +41,28 @@ class Turn:
 
     @property
     def attempt(self) -> int:
-        """1, or more when workers have died and the turn runs again."""
+        """1, or more if workers died and the turn runs again."""
         return self._turn.attempt
 
     @property
     def outcome(self) -> Reply | HermesPoolError | None:
-        """How it has ended, or ``None`` while it has not."""
+        """How it ended; ``None`` until then."""
         return self._turn.outcome
 
     async def __aenter__(self) -> Self:
-        """Send the message; raises the errors of ``HermesSessionManager.send`` that come before a worker has it."""
+        """Send the message. Raises those errors of ``HermesSessionManager.send`` that occur before a worker has it."""
         await self._session.begin(self._turn)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel what has not ended; the conversation is free again once its worker has confirmed or was replaced."""
+        """Cancel the turn unless it has ended. The conversation is free once its worker has confirmed or was killed."""
         self._turn.drop_events()
         self._session.cancel(self._turn)
 
     def __aiter__(self) -> AsyncIterator[wire.TurnEvent]:
-        """Iterate over the events, up to the end of the turn, however it ends: ``reply`` tells."""
+        """Iterate over the events until the turn ends, however it ends: ``reply`` reports that."""
         return self._turn
 
     async def __anext__(self) -> wire.TurnEvent:
@@ -70,21 +70,21 @@ class Turn:
         return await self._turn.__anext__()
 
     async def reply(self) -> Reply:
-        """Wait for the end; return the reply, or raise how it failed. Events that were not read are dropped."""
+        """Wait for the end; return the reply, or raise the turn's error. Unread events are dropped."""
         outcome = await self._turn.settled()
         if isinstance(outcome, Reply):
             return outcome
         raise outcome
 
     async def cancel(self) -> Reply | None:
-        """End the turn and wait until it has: return the reply so far, or ``None`` where it ended with an error.
+        """Cancel the turn and wait until it has ended. Return the reply so far, or ``None`` if it ended with an error.
 
-        Does nothing to a turn that has ended. A caller that is cancelled stops waiting; the turn ends all the same.
+        Does nothing to a turn that has ended. A cancelled caller stops waiting; the turn ends nevertheless.
         """
         self._session.cancel(self._turn)
         outcome = await self._turn.settled()
         return outcome if isinstance(outcome, Reply) else None
 
     async def answer(self, question_id: str, text: str) -> None:
-        """Answer a ``Question`` event of this turn. An answer that comes too late does nothing."""
+        """Answer a ``Question`` event of this turn. An answer that comes too late has no effect."""
         self._session.answer(self._turn, question_id, text)

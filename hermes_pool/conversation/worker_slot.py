@@ -1,7 +1,7 @@
-"""A session's slot for a worker: empty, being filled, taken, being emptied.
+"""A session's slot for a worker: empty, being filled, filled, or being emptied.
 
-A worker is started here when one is wanted, watched while it lives, stopped or killed, and reported when it dies. What
-a turn asks of it is the session's business. Every change of state goes through the worker's table in ``lifecycle``.
+Here a worker is started when one is needed, stopped or killed, and its death is reported. The frames of a turn go to
+the session. Every change of state goes through the worker's table in ``lifecycle``.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ from hermes_pool.system.sampler import Sampler
 from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
 
-SWEEP_UP_AFTER_S = 0.1
-"""How long after a death to look for what it left. The look holds the interpreter's lock for milliseconds."""
+KILL_ORPHANS_AFTER_S = 0.1
+"""How long after a death to look for orphans. The search holds the interpreter's lock for milliseconds."""
 _OF_THE_POOL = (WorkerUnusableError, NoCapacityError, PoolUnavailableError)
-"""Failed starts for which this session is not to blame."""
+"""Failed starts that are not the fault of this session."""
 
 
 class WorkerSlot:
-    """The slot for the worker of one session, the ``occupant`` that admission knows.
+    """The slot for the worker of one session, which is the ``occupant`` for admission.
 
-    ``on_frame`` gets the frames of turns and returns whether anybody had asked for them. ``on_ready`` hears of a worker
-    that has opened the session, and ``on_death`` of the end of one that had, and whether the pool had decided on it.
+    ``on_frame`` takes the frames of turns and returns whether they were expected. ``on_ready`` is called when a worker
+    has opened the session, and ``on_death`` when such a worker has died, with whether the pool wanted that.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class WorkerSlot:
         self.connection: WorkerConnection | None = None
         """The worker, while it is ready."""
         self.turn: ActiveTurn | None = None
-        """The turn that the worker has, or that waits for another worker since that one died."""
+        """The turn that the worker runs, or that waits for another worker since the last one died."""
         self.diagnosis: Diagnosis | None = None
-        """What the worker was doing at the last look, in a turn."""
+        """What the worker was doing in its turn, by the last sample."""
         self.unreplaced: DeathReport | None = None
-        """The death of the last worker, if nobody wanted it and no other worker has taken over."""
+        """The death of the last worker, if it was unexpected and no other worker has taken over yet."""
         self.retiring: str | None = None
-        """Why the worker is to go as soon as it has nothing to do."""
+        """Why the worker is to be stopped once it has nothing to do; ``None`` if it is not."""
         self.jobs = BackgroundJobs(services.settings.timeouts.background_s, asyncio.get_running_loop().time)
-        self.connection_heard = on_frame  # straight to the session: nothing lies between a frame and its turn
+        self.connection_heard = on_frame  # straight to the session: this is on the path of every frame
         self._id = occupant.key.conversation_id
         self.restart_budget = RestartBudget(
             services.settings.restarts, monotonic, random.random, conversation_id=self._id
@@ -91,30 +91,30 @@ class WorkerSlot:
         self._starting: asyncio.Task[wire.Opened] | None = None
         self._ending: asyncio.Task[Stopped] | None = None
         self._logs_turns, self._logs_changes = is_enabled_for(DEBUG), is_enabled_for(INFO)
-        self._ready_after_s = 0.0  # since the process began; rather too early than too late
+        self._ready_after_s = 0.0  # since the process was created; too early rather than too late
         self._servers: frozenset[int] = frozenset()  # processes that the agent had started by then
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no worker, and none is on the way."""
+        """Whether there is no worker, and none is being started."""
         return self.state not in ALIVE and self._starting is None
 
     @property
     def newest(self) -> WorkerConnection | None:
-        """The worker, or the one that is being started."""
+        """The ready worker, or the one that is being started."""
         return self.connection or self._begun
 
     # --- filling it ---
 
     def check_start(self) -> None:
-        """Raise ``RestartBackoffError`` or ``PoolUnavailableError`` while no worker may be started."""
+        """Raise ``RestartBackoffError`` or ``PoolUnavailableError`` if no worker may be started now."""
         self.restart_budget.check()
         self._services.factory.breaker.check(self._id)
 
     async def fill(self) -> wire.Opened:
-        """Start a worker, or wait for the start that is under way; return what it told when it had opened the session.
+        """Start a worker, or join the start that is in progress; return the worker's report on opening the session.
 
-        A caller that stops waiting does not end the start, unless it still waits for room and nobody else wants it.
+        A cancelled caller does not end the start, unless the start still waits for a permit and no message waits.
         """
         if self._starting is None:
             self.check_start()
@@ -126,9 +126,9 @@ class WorkerSlot:
             self.start_not_wanted()
             raise
         if starting.cancelled():
-            sent = self.turn is not None  # to the worker before
+            sent = self.turn is not None  # to the previous worker
             raise TurnCancelledError(
-                "stopped while its worker was starting", sent=sent, retryable=not sent, conversation_id=self._id
+                "stopped while the worker was starting", sent=sent, retryable=not sent, conversation_id=self._id
             )
         return starting.result()
 
@@ -138,7 +138,7 @@ class WorkerSlot:
             self._give_up(self._starting)
 
     async def stop_filling(self) -> None:
-        """Give up the start that is under way, if one is, and wait until nothing is left of it."""
+        """Cancel the start that is in progress, if any, and wait until nothing is left of it."""
         if (starting := self._starting) is not None:
             starting.cancel()
             await asyncio.wait({starting})
@@ -146,7 +146,7 @@ class WorkerSlot:
 
     def _give_up(self, starting: asyncio.Task[wire.Opened]) -> None:
         starting.cancel()
-        if self._starting is starting:  # cancelled before its first step, it cannot do so itself
+        if self._starting is starting:  # cancelled before its first step, the task cannot do so itself
             self._starting = None
 
     async def _fill(self) -> wire.Opened:
@@ -155,7 +155,7 @@ class WorkerSlot:
             self.transition(WorkerChange.START_BEGUN)
             try:
                 connection = await self._services.factory.start(self._id, self._request(), self, self._launch_failed)
-            except asyncio.CancelledError:  # the connection saw to the process before it let go
+            except asyncio.CancelledError:  # the connection has ended the process by now
                 self.transition(WorkerChange.STOP_BEGUN)
                 self.transition(WorkerChange.DIED)
                 raise
@@ -169,7 +169,7 @@ class WorkerSlot:
 
     async def _request(self) -> wire.Open:
         metadata = self._metadata
-        if self.turn is None:  # in a turn, nobody can know better than we do
+        if self.turn is None:  # in a turn, the metadata here is the newest
             await metadata.recall()
         return self._services.factory.request(
             self._id,
@@ -192,7 +192,7 @@ class WorkerSlot:
 
     def _take(self, connection: WorkerConnection) -> wire.Opened:
         opened, process = connection.opened, connection.process
-        assert opened is not None  # noqa: S101 - for the type checker: a worker that was started has opened
+        assert opened is not None  # noqa: S101 - for the type checker: a started worker has opened
         assert process is not None  # noqa: S101
         self.connection = connection
         self._ready_after_s = monotonic() - connection.started_at - connection.steps.get("launch", 0.0)
@@ -210,27 +210,27 @@ class WorkerSlot:
     # --- a turn ---
 
     def hand_over(self, turn: ActiveTurn) -> None:
-        """Give the worker, which is idle, a turn."""
-        assert self.connection is not None  # noqa: S101 - for the type checker: an idle worker is there
+        """Hand a turn to the idle worker."""
+        assert self.connection is not None  # noqa: S101 - for the type checker: the worker is idle
         self.turn = turn
         self.transition(WorkerChange.TURN_BEGUN)
         self.connection.hand_over(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
 
     def turn_settled(self) -> None:
-        """Learn that the turn has ended."""
+        """Update the worker's state after its turn has settled."""
         turn, self.turn = self.turn, None
         self.jobs.restart_clocks()
         if self.state is WorkerState.BUSY or self.state is WorkerState.STOPPING:
             self.transition(WorkerChange.TURN_ENDED)
         if self.connection is None:
-            self._services.admission.changed(self.occupant, self.state)  # it has kept its permit for the turn
+            self._services.admission.changed(self.occupant, self.state)  # the turn had kept the permit
         elif turn is not None and turn.lags:
             self.connection.resume_reading()
 
     async def work_left(self) -> tuple[str, ...]:
-        """Return the names of what the agent has not finished: its open jobs or, if it told of none, its processes.
+        """Return the names of unfinished background work: the open jobs or, if none was reported, the processes.
 
-        What the agent had started in order to open, such as its servers, does not count.
+        Processes that the agent had started by the time it was ready, such as tool servers, do not count.
         """
         worker = self._metadata.worker
         if self.jobs.names or not self._services.settings.timeouts.background_s:
@@ -244,9 +244,9 @@ class WorkerSlot:
     # --- emptying it ---
 
     async def stop(self, reason: str) -> Stopped | None:
-        """Stop the worker; return what it took, or ``None`` where there is none. Waits for an end that has begun.
+        """Stop the worker, or wait for an end that has begun; return how it ended, or ``None`` if there is none.
 
-        A caller that stops waiting does not end the stop.
+        A cancelled caller does not cancel the stop.
         """
         connection = self.connection
         if connection is not None and (self.state is WorkerState.IDLE or self.state is WorkerState.BUSY):
@@ -260,7 +260,7 @@ class WorkerSlot:
         return ending.result()
 
     def _end(self, ending: Coroutine[Any, Any, Stopped]) -> None:
-        """Have the worker ended, by the one task that does so until nothing is left of it."""
+        """End the worker, in a task of its own that runs until nothing is left of the worker."""
 
         async def end() -> Stopped:
             try:
@@ -273,11 +273,11 @@ class WorkerSlot:
         self._ending = self._services.in_background(end())
 
     async def kill(self, reason: str, *, wanted: bool, diagnosis: Diagnosis | None = None) -> None:
-        """Kill the worker for a ``reason`` that follows "the worker".
+        """Kill the worker; ``reason`` is worded to follow "the worker".
 
-        A death that is not ``wanted`` counts, and its turn goes on as after any other death; an idle worker is saved
-        first. With a ``diagnosis`` it is killed because it hangs: it is asked first where, and lives if that made it go
-        on. A caller that stops waiting does not end the kill.
+        If the death is not ``wanted``, it counts against the budget, and the turn is recovered as after any other
+        death; the metadata of an idle worker is saved first. A ``diagnosis`` means that the worker hangs: its stacks
+        are taken first, and it lives if that makes it go on. A cancelled caller does not cancel a wanted kill.
         """
         connection, turn = self.connection, self.turn
         if connection is None or connection.verdict is not None:
@@ -296,7 +296,7 @@ class WorkerSlot:
             self._log.warning("worker_stuck", verdict=diagnosis.verdict.value, reason=diagnosis.reason)
             if not connection.is_frozen():
                 await connection.take_stacks()
-            if self.turn is not turn:  # the signal for its stacks has interrupted what it was waiting for
+            if self.turn is not turn:  # the signal for the stacks interrupted what it was waiting for
                 connection.verdict = None
                 return
         connection.condemn(reason)
@@ -308,7 +308,7 @@ class WorkerSlot:
         return await connection.kill(reason, 0.0 if frozen else self._services.settings.timeouts.term_grace_s)
 
     def retire(self, reason: str) -> None:
-        """Let the worker go: now if it is idle, else after its turn and its work in the background."""
+        """Stop the worker: now if it is idle, otherwise after its turn and its background work."""
         if self.state is WorkerState.BUSY or self.jobs.keep_worker:
             self.retiring = reason
         else:
@@ -318,7 +318,7 @@ class WorkerSlot:
 
     @property
     def worker(self) -> ProcessIdentity | None:
-        """The worker, while it is ready."""
+        """The identity of the worker; ``None`` while no worker is ready."""
         return self._metadata.worker
 
     @property
@@ -328,18 +328,18 @@ class WorkerSlot:
 
     @property
     def has_work(self) -> bool:
-        """Whether the worker has a turn, or work in the background that may go on."""
+        """Whether the worker has a turn, or background work that may go on."""
         return self.state is not WorkerState.IDLE or self.jobs.keep_worker
 
     def ping(self) -> None:
-        """Ask the worker for a sign of life, unless it owes one already."""
+        """Ping the worker, unless an earlier ping is still unanswered."""
         if self.connection is not None:
             self.connection.ping()
 
     def evidence(
         self, samples: tuple[Sample, ...], descendants_when_idle: frozenset[ProcessIdentity], trusted_from: float
     ) -> Evidence:
-        """Return all that is known of the worker in its turn."""
+        """Return all that is known about the worker and its turn."""
         turn, now = self.turn, self._loop.time()
         excuse = None
         if turn is not None and turn.lags:
@@ -361,27 +361,27 @@ class WorkerSlot:
     # --- what the worker does (connection.ConnectionListener) ---
 
     def connection_begun(self, connection: WorkerConnection) -> None:
-        """Expect the worker that is being started."""
+        """Take the connection of a worker that is being started."""
         self._metadata.start_begun()
         self._begun = connection
 
     def connection_background(self, frame: wire.BackgroundFrame) -> bool:
-        """Take news of work that outlasts its turn; return whether it was expected."""
+        """Record the start or the end of background work; return whether the frame was expected."""
         jobs = self.jobs
         if self.connection is None:
             return False
         if isinstance(frame, wire.BackgroundStarted):
-            kept = jobs.started(frame.job_id, frame.name)
-            if kept:
+            accepted = jobs.started(frame.job_id, frame.name)
+            if accepted:
                 self._log.info("background_started", job_id=frame.job_id, job=frame.name)
-            return kept
+            return accepted
         name = jobs.finished(frame.job_id)
         if name is None:
             return False
         self._log.info("background_finished", job_id=frame.job_id, job=name)
         self._notify_host(frame)
         if not jobs.names and self.state is WorkerState.IDLE:
-            self._services.admission.changed(self.occupant, self.state)  # who needs room may have its worker now
+            self._services.admission.changed(self.occupant, self.state)  # it can be evicted now
             if self.retiring is not None:
                 self._services.in_background(self.occupant.hibernate(0.0, reason=self.retiring))
         return True
@@ -390,7 +390,7 @@ class WorkerSlot:
         if self._services.on_background is not None:
             try:
                 self._services.on_background(self.occupant.key, finished)
-            except Exception as error:  # noqa: BLE001 - the host's fault, and not the worker's
+            except Exception as error:  # noqa: BLE001 - an error of the host must not harm the worker
                 self._log.error("on_background_failed", error=repr(error), exc_info=error)
 
     def connection_stderr(self, line: str) -> None:
@@ -398,7 +398,7 @@ class WorkerSlot:
         self._log.info("worker_stderr", line=line)
 
     def connection_died(self, connection: WorkerConnection, death: Death) -> None:
-        """Learn of the end of a worker."""
+        """Empty the slot, report the death, and let the session react to it."""
         if connection is not self.connection:
             return  # it never became ready: its start reports it
         worker, metadata, turn = self._metadata.worker, self._metadata, self.turn
@@ -422,9 +422,9 @@ class WorkerSlot:
             self.unreplaced = report
             self.restart_budget.note_death()
             self._services.reports.append(report)
-            # The turn's caller comes first: the log may take longer than all else here.
+            # The turn's caller comes first: logging may take longer than everything else here.
             self._loop.call_later(0, self._log_death, report, lost)
-            self._services.in_background(_sweep_up(connection.marker, self._services.sampler, worker))
+            self._services.in_background(_kill_orphans_later(connection.marker, self._services.sampler, worker))
         self._on_death(report, death.wanted)
 
     def _log_death(self, report: DeathReport, lost: tuple[str, ...]) -> None:
@@ -440,7 +440,7 @@ class WorkerSlot:
     # --- the table ---
 
     def transition(self, event: WorkerChange, **facts: Any) -> None:
-        """Make a transition and announce it; the facts go into the log."""
+        """Change the state according to the table, log the facts, and notify admission."""
         before = self.state
         self.state = WORKER[before][event]
         if event is WorkerChange.TURN_BEGUN or event is WorkerChange.TURN_ENDED:
@@ -451,17 +451,17 @@ class WorkerSlot:
         self._services.admission.changed(self.occupant, self.state)
 
 
-async def _sweep_up(marker: str, sampler: Sampler, worker: ProcessIdentity | None) -> None:
-    """Kill what the tools of a dead worker have left; a little later, since the turn's caller comes first."""
+async def _kill_orphans_later(marker: str, sampler: Sampler, worker: ProcessIdentity | None) -> None:
+    """Kill the orphans of a dead worker, after a short delay: the turn's caller comes first."""
     try:
-        await asyncio.sleep(SWEEP_UP_AFTER_S)
-    finally:  # also when the pool closes before
-        await in_thread_or_here(partial(_kill_left, marker, sampler, worker))
+        await asyncio.sleep(KILL_ORPHANS_AFTER_S)
+    finally:  # even if the pool closes during the delay
+        await in_thread_or_here(partial(_kill_orphans, marker, sampler, worker))
         if worker is not None:
             sampler.forget(worker)
 
 
-def _kill_left(marker: str, sampler: Sampler, worker: ProcessIdentity | None) -> None:
+def _kill_orphans(marker: str, sampler: Sampler, worker: ProcessIdentity | None) -> None:
     processes.kill(processes.find_by_marker(marker))
     if worker is not None:
         processes.kill(sampler.process_tree(worker))

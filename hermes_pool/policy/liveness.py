@@ -69,7 +69,7 @@ class Sample:
     unique_bytes: int | None = None
     """Their memory with each shared page counted proportionally (PSS plus its swapped-out part)."""
     descendants: tuple[ProcessIdentity, ...] = ()
-    """The living ones, including those that have left their parent, session or environment since then."""
+    """The living ones, including those that have left their parent, session or environment."""
 
 
 class Verdict(StrEnum):
@@ -113,8 +113,8 @@ class Evidence:
     tools_open: Sequence[str] = ()
     """Names of the tools that have started and not finished."""
     excuse: str | None = None
-    """Why it may be silent, worded to follow "it": "waits for an answer". ``None`` if nothing excuses it. A worker whose
-    events are not read *must* be excused: it may block in a write, and then cannot answer a ping."""
+    """Why it may be silent, worded to follow "it": "waits for an answer". ``None`` if nothing excuses it. A worker
+    whose events are not read *must* be excused: it may block in a write, and then cannot answer a ping."""
     trusted_from: float = float("-inf")
     """What happened before this moment does not count as evidence (see ``Pulse``)."""
 

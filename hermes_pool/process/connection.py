@@ -1,7 +1,7 @@
-"""One worker: its process, the frames to and from it, its log, and how it ends.
+"""One worker: its process, the frames to and from it, its stderr, and its end.
 
-A connection is one incarnation and is never reused. It is opened (launch, hello, open), speaks, and dies exactly once;
-its death is reported once, with everything that is known of it. It knows frames and nothing of turns.
+A connection is one incarnation and is never reused. It is opened (launch, hello, open), exchanges frames, and dies. Its
+death is reported exactly once, with everything that is known about it. It knows frames, but nothing of turns.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import contract, wire
 
 LAST_BYTES_S = 0.25
-"""How long a dead worker's pipe may stay open (a tool may hold it) before its last bytes count as read."""
+"""How long to read on after a worker's exit, if its pipe stays open: a tool may hold it."""
 EXIT_AFTER_EOF_S = 1.0
-"""How long a worker may live on that has closed its side of the wire."""
+"""How long a worker may live after it has closed its side of the wire."""
 KILLED_EXIT_S = 5.0
-"""How long a process may take to go after SIGKILL. One in an uninterruptible call takes longer, and is reported."""
+"""How long to wait for the exit after SIGKILL. A process in an uninterruptible call takes longer, and is reported."""
 STACKS_S = 0.5
-"""How long to wait, at most, for the Python stacks of a worker that hangs."""
+"""How long to wait at most for the Python stacks of a worker that hangs."""
 LARGE_FRAME_BYTES = 16 * 1024
-"""From this size of frames on, much is read at once."""
+"""The frame size from which on larger blocks are read."""
 UNSOLICITED_MAX = 10_000
-"""Most frames that nobody had asked for, such as those of a turn that is over, between one turn and the next."""
+"""How many unsolicited frames, such as those of a turn that is over, are tolerated from one turn to the next."""
 
 Answered = TypeVar("Answered", wire.Hello, wire.Prepared, wire.Opened)
 
@@ -43,26 +43,26 @@ class ConnectionListener(Protocol):
     """The owner of a worker: a conversation's worker slot, or the pool's spares."""
 
     def connection_begun(self, connection: "WorkerConnection") -> None:
-        """Expect this worker, which is not ready yet."""
+        """Take the connection of a worker that is being started."""
 
     def connection_heard(self, frame: wire.TurnFrame) -> bool:
-        """Take a frame of a turn; return whether anybody had asked for it."""
+        """Take a frame of a turn; return whether it was expected."""
 
     def connection_background(self, frame: wire.BackgroundFrame) -> bool:
-        """Take news of work that outlasts its turn; return whether anybody had asked for it."""
+        """Take a frame about background work; return whether it was expected."""
 
     def connection_stderr(self, line: str) -> None:
         """Take a line that the worker wrote to its stderr."""
 
     def connection_died(self, connection: "WorkerConnection", death: Death) -> None:
-        """Learn of its death: called once, after the last frame."""
+        """Take the death of the worker. Called once, after the last frame."""
 
 
 class WorkerConnection:
     """A worker, from its launch to its death.
 
-    ``listener`` changes once at most: when a session takes a spare. ``steps`` holds the seconds that each step of the
-    start took.
+    ``listener`` changes at most once: when a session takes a spare. ``steps`` holds how long each step of the start
+    took, in seconds.
     """
 
     def __init__(
@@ -81,29 +81,29 @@ class WorkerConnection:
         self.process: WorkerProcess | None = None
         self.opened: wire.Opened | None = None
         self.death: Death | None = None
-        """Set when it is over."""
+        """Set once it has died."""
         self.verdict: str | None = None
-        """The diagnosis for which it was killed."""
+        """The diagnosis for which it was killed, if any."""
         self.stacks: tuple[str, ...] = ()
-        """Where its threads were before that."""
+        """The stacks of its threads before that."""
         self._encoder = _encoder_for(frame_bytes_max)
         self._on_imported = on_imported
         loop = asyncio.get_running_loop()
         self._decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker, frame_bytes_max)
-        # The answers that a start waits for, each once.
+        # The answers that a start waits for, one after the other.
         self._hello: asyncio.Future[wire.Hello] = loop.create_future()
         self._prepared: asyncio.Future[wire.Prepared] = loop.create_future()
         self._opened: asyncio.Future[wire.Opened] = loop.create_future()
         self._step_failed: Callable[[Death], None] | None = None
-        """Fails the step of the start that waits for an answer."""
+        """Fails the step of the start that is waiting for an answer."""
         self._dead = asyncio.Event()
         self._exit: Exit | None = None
         self._ended = False
         self._cause: str | None = None
         self.pinged_at: float | None = None
-        """When it was asked for a sign of life (monotonic time); ``None`` when it owes none."""
+        """When the oldest unanswered ping was sent (monotonic time); ``None`` if there is none."""
         self._pings = 0
-        self._answered = 0  # the latest ping that was
+        self._answered = 0  # the number of the latest answered ping
         self._unsolicited = 0
         self._has_reported_imports = False
         self._on_stderr_line: Callable[[str], None] | None = None
@@ -113,9 +113,9 @@ class WorkerConnection:
     # --- starting ---
 
     async def launch(self, launcher: Launcher, command: Command, deadline: float) -> None:
-        """Start the process and wait for its greeting, until ``deadline`` (of the loop's clock).
+        """Start the process and wait for its hello, until ``deadline`` on the loop's clock.
 
-        Here and in the next two, a ``WorkerStartError`` names the step that failed, and nothing is left of the worker.
+        If this, ``prepare`` or ``open`` raises, nothing is left of the worker; a ``WorkerStartError`` names the step.
         """
         async with self._step("launch", deadline):
             try:
@@ -132,13 +132,13 @@ class WorkerConnection:
                 )
 
     async def prepare(self, request: wire.Prepare, deadline: float) -> wire.Prepared:
-        """Have it get ready for a conversation that is not known yet."""
+        """Prepare a spare worker for a conversation that is not known yet."""
         async with self._step("prepare", deadline):
             self.send(request)
             return await self._answer(self._prepared, "prepare")
 
     async def open(self, request: "asyncio.Future[wire.Open]", deadline: float) -> None:
-        """Bind it to a conversation, as soon as ``request`` tells to which; ``opened`` is its answer."""
+        """Bind the worker to a conversation, once ``request`` is done; its answer is then in ``opened``."""
         async with self._step("open", deadline):
             self.send(await asyncio.shield(request))
             self.opened = await self._answer(self._opened, "open")
@@ -150,12 +150,12 @@ class WorkerConnection:
             async with asyncio.timeout_at(deadline):
                 yield
         except BaseException as error:
-            await _finished(asyncio.ensure_future(self.kill("its start was given up")))
+            await _finished(asyncio.ensure_future(self.kill("was given up while starting")))
             if not isinstance(error, TimeoutError):
                 raise
             done = ", ".join(f"{step} took {seconds:.2f} s" for step, seconds in self.steps.items())
             raise WorkerStartTimeoutError(
-                f"the worker did not get past the step {name!r} within timeouts.start_s"
+                f"the worker did not complete the step {name!r} within timeouts.start_s"
                 + (f" ({done})" if done else ""),
                 step=name,
                 stderr_tail=self.stderr.lines(),
@@ -176,35 +176,35 @@ class WorkerConnection:
     def _died_early(self, death: Death, step: str) -> WorkerStartError:
         tail = death.stderr_tail
         if death.exit.returncode == contract.EXIT_UNUSABLE and death.cause is None:
-            remedy = tail[-1] if tail else "it did not say why"
+            remedy = tail[-1] if tail else "it gave no reason"
             return WorkerUnusableError(f"no worker can start like this: {remedy}", step=step, stderr_tail=tail[:-1])
         return WorkerStartError(f"the worker {death} before it was ready (step {step!r})", step=step, stderr_tail=tail)
 
     # --- speaking ---
 
     def send(self, message: wire.Message) -> None:
-        """Send a message of ours; ``wire.FrameTooLargeError`` when it is over what the worker takes."""
+        """Send a message; raise ``wire.FrameTooLargeError`` if it is larger than the worker accepts."""
         if self.process is not None:
             self.process.write(self._encoder.encode(message))
 
     def hand_over(self, turn: wire.Turn) -> None:
-        """Give it a turn. Unasked frames are counted anew from here on, unless there were too many already."""
+        """Hand it a turn. Restarts the count of unsolicited frames, unless there were already too many."""
         if self._unsolicited < UNSOLICITED_MAX:
             self._unsolicited = 0
-        if self.process is not None:  # as ``send``, with one call less on the path of every turn
+        if self.process is not None:  # like ``send``, with one call less on the path of every turn
             self.process.write(self._encoder.encode(turn))
 
     def ping(self) -> None:
-        """Ask for a sign of life, unless it owes one already. Whatever it sends next is one."""
+        """Send a ping, unless one is still unanswered. Whatever the worker sends next counts as the answer."""
         if self.pinged_at is None:
             self.pinged_at = monotonic()
             self._pings += 1
             self.send(wire.Ping(self._pings))
 
     async def take_stacks(self) -> tuple[str, ...]:
-        """Return the Python stacks of all its threads, or nothing where it does not write them in time.
+        """Return the Python stacks of all its threads, or nothing if it does not write them in time.
 
-        The signal interrupts system calls of the worker: ask only right before a kill.
+        The signal interrupts system calls of the worker: call this only right before a kill.
         """
         process = self.process
         if process is None or contract.STACKS_SIGNAL is None or self._exit is not None:
@@ -214,35 +214,35 @@ class WorkerConnection:
         lines: list[str] = []
         self._on_stderr_line = lines.append
         process.send_signal(contract.STACKS_SIGNAL)
-        told = -1
+        count = -1
         loop = asyncio.get_running_loop()
         end = loop.time() + STACKS_S
-        while loop.time() < end and (told != len(lines) or not lines):  # until nothing more comes
-            told = len(lines)
+        while loop.time() < end and (count != len(lines) or not lines):  # until no more lines arrive
+            count = len(lines)
             await asyncio.sleep(STACKS_S / 10)
         self._on_stderr_line = None
         self.stacks = stacks_of(lines)
         return self.stacks
 
     def pause_reading(self) -> None:
-        """Slow the worker down while nobody consumes what it sends. Once it has ended, its end must still be seen."""
+        """Stop reading, to slow the worker down. Does nothing after its exit: the last frames must be read."""
         if self.process is not None and self._exit is None:
             self.process.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Resume reading."""
         if self.process is not None:
             self.process.resume_reading()
 
     # --- what the process does (launcher.ProcessListener) ---
 
     def stdout_received(self, data: bytes | memoryview) -> bool:
-        """Take the next bytes of the wire; return whether its frames are large ones at present."""
+        """Take the next bytes of the wire; return whether the worker is sending large frames."""
         self.pinged_at = None
         decoder = self._decoder
         frames = decoder.feed(data)
         for frame in frames:
-            if self._unsolicited >= UNSOLICITED_MAX:  # it is condemned: nothing that it says counts any more
+            if self._unsolicited >= UNSOLICITED_MAX:  # it is condemned, and nothing that it sends counts any more
                 return False
             expected = (
                 self.listener.connection_heard(frame) if isinstance(frame, wire.TurnMessage) else self._heard(frame)
@@ -250,13 +250,13 @@ class WorkerConnection:
             if not expected:
                 self._unsolicited += 1
                 if self._unsolicited == UNSOLICITED_MAX:
-                    self.condemn(f"broke the protocol ({UNSOLICITED_MAX:,} frames that nobody had asked for)")
+                    self.condemn(f"broke the protocol ({UNSOLICITED_MAX:,} unsolicited frames)")
         if decoder.failed is not None and self._cause is None:
             self.condemn(f"broke the protocol ({decoder.failed})")
         return decoder.missing > LARGE_FRAME_BYTES or len(data) >= LARGE_FRAME_BYTES * (len(frames) or 1)
 
     def _heard(self, frame: wire.WorkerFrame) -> bool:
-        """Take a frame that belongs to no turn; return whether it was asked for. Some that were not are chance."""
+        """Take a frame that belongs to no turn; return whether it was expected. A few stray ones are harmless."""
         match frame:
             case wire.BackgroundStarted() | wire.BackgroundFinished():
                 return self.listener.connection_background(frame)
@@ -282,7 +282,7 @@ class WorkerConnection:
         assert_never(frame)
 
     def stdout_ended(self) -> None:
-        """Expect its end: the wire has ended. A process that stays is made to go."""
+        """Expect the exit, since the wire has ended. A process that stays is killed."""
         self._ended = True
         if self._exit is not None:
             self._die()
@@ -290,16 +290,16 @@ class WorkerConnection:
             self._after(EXIT_AFTER_EOF_S, lambda: self.condemn("closed its side of the wire"))
 
     def stdin_ended(self) -> None:
-        """Expect its end: it reads no more. A process that stays is made to go."""
+        """Expect the exit, since the worker no longer reads. A process that stays is killed."""
         if self._exit is None and self._timer is None:
             self._after(EXIT_AFTER_EOF_S, lambda: self.condemn("closed its side of the wire"))
 
     def stderr_received(self, data: bytes | memoryview) -> None:
-        """Take the next bytes of its log."""
+        """Take the next bytes of its stderr."""
         self.stderr.feed(data)
 
     def exited(self, status: Exit) -> None:
-        """Learn that it has ended. What it wrote before is still read, unless a tool holds the pipe open."""
+        """Take the exit status. What the worker wrote before is still read, for a limited time."""
         self._exit = status
         self.resume_reading()
         if self._ended:
@@ -313,7 +313,7 @@ class WorkerConnection:
         self._timer = asyncio.get_running_loop().call_later(delay_s, act)
 
     def condemn(self, cause: str) -> None:
-        """Kill it at once for ``cause``, which follows "the worker". That counts as a death that nobody wanted."""
+        """Kill it at once; ``cause`` is worded to follow "the worker". This counts as an unwanted death."""
         self._cause = self._cause or cause
         if self.process is not None:
             self.process.send_signal(SIGKILL)
@@ -328,7 +328,7 @@ class WorkerConnection:
             self.process.close()
         cause = self._cause
         if cause is None and self._decoder.mid_frame:
-            cause = "stopped inside a frame"
+            cause = "broke off inside a frame"
         self.death = Death(self._exit, self.stderr.lines(), cause, self._wanted)
         self._dead.set()
         if self._step_failed is not None:
@@ -343,17 +343,17 @@ class WorkerConnection:
     # --- ending ---
 
     def is_frozen(self) -> bool:
-        """Return whether a signal or a debugger has stopped it: it would not begin what it is given."""
+        """Return whether a signal or a debugger has stopped it, so that it would not begin a turn."""
         return self.process is not None and self.death is None and processes.is_frozen(self.process.pid)
 
     async def dead(self) -> Death:
-        """Wait for its end."""
+        """Wait for the death and return it."""
         await self._dead.wait()
         assert self.death is not None  # noqa: S101 - for the type checker
         return self.death
 
     async def stop(self, close_grace_s: float, term_grace_s: float) -> Stopped:
-        """Ask it to close, then send SIGTERM, then SIGKILL to it and all its descendants; each step has its limit."""
+        """Ask it to close, then send SIGTERM, then SIGKILL to it and all its descendants; each step is bounded."""
         self._wanted = True  # before anything is sent, so that the death is known to be wanted
         how: How = "closed"
         tree = await self._tree()
@@ -363,7 +363,7 @@ class WorkerConnection:
         return await self._stopped(how, tree)
 
     async def kill(self, cause: str, term_grace_s: float = 0.0) -> Stopped:
-        """End it without asking, for ``cause``, which follows "the worker". SIGTERM comes first with a grace over 0."""
+        """Kill it; ``cause`` is worded to follow "the worker". SIGTERM comes first if ``term_grace_s`` is over 0."""
         self._wanted = True
         self._cause = self._cause or cause
         how: How = "killed"
@@ -373,14 +373,14 @@ class WorkerConnection:
         return await self._stopped(how, tree)
 
     async def _tree(self) -> ProcessTree:
-        """Return the processes below it. Ask while it lives: afterwards nothing tells whose they were."""
+        """Return the processes below it. Works only while it lives: afterwards they cannot be attributed to it."""
         if self.process is None or self.death is not None:
             return {}
         found = await in_thread_or_here(partial(processes.descendants, self.process.pid, self.process.create_time))
         return {each.pid: each for each in found}
 
     async def _signal(self, term_grace_s: float, tree: ProcessTree) -> How:
-        """Signal it and all that is below it, and add that to ``tree``; return what ended it."""
+        """End it by signals, and all that is below it; add that to ``tree``, and return what ended the worker."""
         process = self.process
         if process is None:
             return "closed"
@@ -411,19 +411,19 @@ class WorkerConnection:
 
 @functools.cache
 def _encoder_for(frame_bytes_max: int) -> wire.FrameEncoder:
-    """Return one for all connections of a kind: a frame is with the pipe, or copied, before the next one is made."""
+    """Return an encoder that connections share: a frame is written or copied before the next one is encoded."""
     return wire.FrameEncoder(wire.worker_takes(frame_bytes_max))
 
 
 async def _finished(ending: asyncio.Future[Stopped]) -> None:
-    """Wait for the end of a worker, also where the caller is cancelled meanwhile: nothing of it may be left."""
+    """Wait for the end of a worker even if the caller is cancelled: nothing of the worker may be left."""
     while not ending.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({ending})
 
 
 def _resolve(frame: Answered, answer: "asyncio.Future[Answered]") -> bool:
-    """Answer what a step of the start waits for; return whether nobody had done so before."""
+    """Pass a frame to the step of the start that waits for it; return whether it is the first one."""
     if answer.done():
         return False
     answer.set_result(frame)
@@ -431,19 +431,21 @@ def _resolve(frame: Answered, answer: "asyncio.Future[Answered]") -> bool:
 
 
 def _launch_error(error: OSError, command: Command) -> WorkerStartError:
-    """Return what really failed: the operating system calls several things "not found"."""
+    """Return the error for what really failed: the operating system reports several causes as "not found"."""
     program = command.argv[0]
     if not command.cwd.is_dir():
         return WorkerUnusableError(
-            f"the working folder {command.cwd} does not exist: make it, or set worker_cwd", step="launch"
+            f"the working folder {command.cwd} does not exist: create it, or correct worker_cwd", step="launch"
         )
     if isinstance(error, FileNotFoundError):
         return WorkerUnusableError(f"there is no interpreter {program}: correct worker_python", step="launch")
     if isinstance(error, PermissionError):
-        return WorkerUnusableError(f"{program} may not be executed: correct worker_python", step="launch")
+        return WorkerUnusableError(
+            f"{program} may not be executed: correct its permissions, or worker_python", step="launch"
+        )
     if error.errno in _CAPACITY:
         return NoCapacityError(
-            f"there is no room for another worker here ({error.strerror}): raise the limit of descriptors or "
+            f"the system has no resources for another worker ({error.strerror}): raise the limit on descriptors or "
             "processes, or lower workers_max",
             step="launch",
         )

@@ -1,4 +1,4 @@
-"""How a worker ended, what its end took, and what is left of it."""
+"""How a worker ended, how it was ended, and what is left of it."""
 
 import signal
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from hermes_pool.process.launcher import Exit
 from hermes_pool.system import processes
 
 SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)
-"""Windows has none, and its SIGTERM cannot be ignored."""
+"""Windows has no SIGKILL; its SIGTERM cannot be ignored."""
 STRAYS_ROUNDS_MAX = 3
-"""How often to look for processes with a stopped worker's marker: one that is being ended may still fork."""
+"""How often to search for processes with a stopped worker's marker: they may still fork while they are killed."""
 
 How = Literal["closed", "terminated", "killed"]
 """What ended a worker: its own exit, SIGTERM or SIGKILL."""
 ProcessTree = dict[int, psutil.Process]
-"""Processes by their pid."""
+"""The processes below a worker, by pid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a worker's process, as it is reported once.
+    """The end of a worker's process. It is reported exactly once.
 
-    ``cause`` is what the pool did to it, if it did anything (a broken protocol, a limit). ``wanted`` tells that the
-    pool had decided on the end before the first signal.
+    ``cause`` is why the pool killed it, if it did (a broken protocol, a limit). ``wanted`` means that the pool had
+    decided to end it before the first signal.
     """
 
     exit: Exit
@@ -34,7 +34,7 @@ class Death:
     wanted: bool = False
 
     def __str__(self) -> str:
-        """Describe it, to follow "the worker"."""
+        """Describe the end, worded to follow "the worker"."""
         if self.cause:
             return f"{self.cause} and {self.exit}"
         if self.exit.returncode == -SIGKILL and not self.wanted:
@@ -44,22 +44,22 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """What it took to stop a worker, what ended with it, and the proof that nothing is left."""
+    """How a worker was stopped, what ended with it, and what is left."""
 
     exit: Exit
     how: How
-    """``closed`` by itself, ``terminated`` or ``killed``."""
+    """``closed``: it exited by itself. ``terminated``: by SIGTERM. ``killed``: by SIGKILL."""
     strays: tuple[int, ...] = ()
-    """Pids of processes that its tools had left running. All have ended: killed by the pool, or ended by the worker."""
+    """Pids of processes that its tools had left running. All have ended: the pool killed them, or the worker did."""
     worker: tuple[int, float] | None = None
-    """Pid and create time (seconds since the epoch); ``None`` where no process was ever started."""
+    """Pid and create time (seconds since the epoch); ``None`` if no process was ever started."""
     left: tuple[int, ...] = ()
-    """Pids that still live, or may, by the process table: the worker, what was below it when its end began, and what
-    carries its marker. Empty, except for a process that the kernel itself cannot end."""
+    """Pids that are or may be alive, by the process table: the worker, its descendants from when its end began, and
+    processes with its marker. Empty, except for a process that the kernel itself cannot end."""
 
 
 def end_tree(worker: tuple[int, float], marker: str, tree: ProcessTree) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Kill what is left of a stopped worker; return the pids that are gone and those that are not. Blocks."""
+    """Kill what is left of a stopped worker; return the pids that are gone, and those that are not. Blocks."""
     processes.kill(tree.values())
     left = {pid for pid, each in tree.items() if _may_live(pid, each.create_time())}
     strays = set(tree) - left

@@ -112,7 +112,7 @@ class Admission:
     """All sessions of the pool."""
     in_background: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
     log: Any
-    memory_of: Callable[[Occupant], int | None] = lambda _: None
+    memory_of: Callable[[Occupant], int | None]
     """How many bytes the end of a session's worker would free, by its last sample; ``None`` if unknown."""
 
     state: PoolState = field(default=PoolState.NEW, init=False)
@@ -201,7 +201,7 @@ class Admission:
         self.counts_changed.set()
 
     def _measure(self, session: Occupant, state: WorkerState) -> None:
-        """Measure starts and, in a full pool, turns. Make the session go if it is idle and one too many."""
+        """Measure starts and, in a full pool, turns. Serve the queue if the session has become idle."""
         permit = self._permits.get(session)
         if permit is None:
             return

@@ -8,7 +8,7 @@ here is on the path of a turn.
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from hermes_pool.lifecycle import WorkerState
 from hermes_pool.policy.liveness import Diagnosis, Evidence, ProcessIdentity, Pulse, Sample, Verdict, diagnose
@@ -61,7 +61,10 @@ class Watched(Protocol):
         """Stop the worker: now if it is idle, otherwise after its turn and its background work."""
 
 
-class Monitor:
+W = TypeVar("W", bound=Watched)
+
+
+class Monitor(Generic[W]):
     """The monitor of a pool. ``slots`` returns its worker slots; ``worth`` says how much an idle worker is worth."""
 
     def __init__(
@@ -69,8 +72,8 @@ class Monitor:
         settings: PoolSettings,
         sampler: Sampler,
         *,
-        slots: Callable[[], Iterable[Watched]],
-        worth: Callable[[Any], float],
+        slots: Callable[[], Iterable[W]],
+        worth: Callable[[W], float],
         in_background: Callable[[Coroutine[Any, Any, Any]], Any],
         log: Any,
     ) -> None:
@@ -102,7 +105,7 @@ class Monitor:
             due = min(sample_all_at, loop.time() + SAMPLE_TURNS_S) if in_turn else sample_all_at
 
     async def _sample(
-        self, slots: dict[ProcessIdentity, Watched], in_turn: dict[ProcessIdentity, Watched], *, sample_all: bool
+        self, slots: dict[ProcessIdentity, W], in_turn: dict[ProcessIdentity, W], *, sample_all: bool
     ) -> None:
         sampled = slots if sample_all else in_turn
         if not sampled:
@@ -116,7 +119,7 @@ class Monitor:
         self._diagnose({worker: slot for worker, slot in current.items() if worker in sampled})
         self._limit_memory(current)  # all of them: the limit on the total needs them
 
-    def _diagnose(self, slots: dict[ProcessIdentity, Watched]) -> None:
+    def _diagnose(self, slots: dict[ProcessIdentity, W]) -> None:
         for worker, slot in slots.items():
             if slot.state is not WorkerState.BUSY:
                 slot.diagnosis = None
@@ -138,7 +141,7 @@ class Monitor:
         silent_s = evidence.now - max(evidence.heard_at, evidence.trusted_from)
         return not evidence.begun or silent_s >= self._settings.timeouts.wedged_s
 
-    def _limit_memory(self, slots: dict[ProcessIdentity, Watched]) -> None:
+    def _limit_memory(self, slots: dict[ProcessIdentity, W]) -> None:
         sampled = [(worker, slot, self._sampler.samples(worker)) for worker, slot in slots.items()]
         usages = [
             Usage(
@@ -161,4 +164,4 @@ class Monitor:
                 case Action.KILL:
                     self._in_background(slots[worker].kill(decided.reason, wanted=False))
         for worker in plan.shed:
-            slots[worker].retire("all workers together use too much memory (memory.total_bytes)")
+            slots[worker].retire("has to make room (memory.total_bytes)")

@@ -82,7 +82,7 @@ async def test_a_job_that_never_ends_is_abandoned_at_the_cap_and_named(
     assert 1 <= time.monotonic() - began < 3
     row = await row_when_stopped(pool, "c")
     assert row.jobs == ()
-    assert row.last_error == "work in the background was abandoned (timeouts.background_s): job never"
+    assert row.last_error == "background work was abandoned (timeouts.background_s): job never"
     assert hermes_of(tmp_path / "state", "c")["last_error"] == row.last_error
     assert (await pool.send("c", "/count")).text == "2"
     assert (await row_of(pool, "c")).last_error is None

@@ -249,7 +249,7 @@ class FakeConnection:
             async with asyncio.timeout_at(deadline):
                 yield
         except BaseException as error:
-            killing = asyncio.ensure_future(self.kill("its start was given up"))
+            killing = asyncio.ensure_future(self.kill("was given up while starting"))
             while not killing.done():  # also where it is cancelled once more
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait({killing})
