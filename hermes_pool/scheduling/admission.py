@@ -285,9 +285,7 @@ class Admission:
     async def _evict(self, session: Occupant) -> None:
         went = False
         try:
-            if (
-                session.idle_s() is not None and not session.waiting
-            ):  # otherwise its message would have to queue for the permit
+            if session.idle_s() is not None and not session.waiting:  # its own message would have to queue for a permit
                 went = await session.hibernate(0.0, room_is_needed=True)
         finally:
             self._evicting.discard(session)

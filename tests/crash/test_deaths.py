@@ -210,7 +210,7 @@ async def test_a_turn_whose_tool_had_started_is_not_run_again(
 ) -> None:
     pool = await open_pool(**faulty("dies_after_tool"), worker_cwd=tmp_path, launcher=launcher)
     await pool.send("c", "hello")
-    with pytest.raises(TurnInterruptedError, match="effect may have happened") as caught:
+    with pytest.raises(TurnInterruptedError, match="tool may have acted") as caught:
         await pool.send("c", "send the mail")
     assert caught.value.tools == ("mail",)
     assert (caught.value.returncode, caught.value.retryable) == (-9, False)
@@ -252,7 +252,7 @@ async def test_an_effect_is_told_although_no_new_worker_can_be_started(
     pool = await open_pool(**faulty("dies_after_tool"), worker_cwd=folder, launcher=launcher)
     await pool.send("c", "hello")
     moved = folder.rename(tmp_path / "moved")
-    with pytest.raises(TurnInterruptedError, match="effect may have happened") as caught:
+    with pytest.raises(TurnInterruptedError, match="tool may have acted") as caught:
         await pool.send("c", "send the mail")
     assert caught.value.tools == ("mail",)
     assert len(lines(moved / "effects")) == 1
