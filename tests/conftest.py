@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -15,6 +16,10 @@ from hermes_pool import BackgroundFinished, ConversationStore, HermesSessionMana
 from hermes_pool import manager as manager_module
 from hermes_pool.scheduling import monitor
 from tests.support import FAULTY, Faulty, FaultyProgram, Obedient, OpenPool, children, descriptors, quick, until
+
+# Each test has a deadline; an example has none of its own, which on a busy machine would measure its neighbours.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 collect_ignore: list[str] = []
 if sys.platform != "linux":
