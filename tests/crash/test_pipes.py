@@ -65,7 +65,7 @@ async def test_a_worker_that_dies_with_32_mib_unsent_is_one_restart(
     open_pool: OpenPool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
     # However slow the machine is: the stopped worker is given the message, and not replaced before.
-    monkeypatch.setattr(session, "LOOKED_AT_AFTER_S", math.inf)
+    monkeypatch.setattr(session, "CHECK_FROZEN_AFTER_S", math.inf)
     caplog.set_level(logging.WARNING, "asyncio")
     pool = await open_pool(launcher=launcher)
     await pool.send("c", "hello")
