@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hermes_pool import manager
+from hermes_pool.conversation import saver
 from hermes_pool.errors import InvalidKeyError, MessageTooLargeError
 from tests.crash.outside import gone, hermes_of, never, process_of, put_agent_state, raw_agent_state, row_of, sql
 from tests.support import Faulty, OpenPool, children, quick, until
@@ -119,7 +119,7 @@ async def test_a_message_that_is_no_text_is_refused_and_costs_no_worker(open_poo
 async def test_nested_values_are_stored_anew_after_each_turn(
     open_pool: OpenPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str | None
 ) -> None:
-    monkeypatch.setattr(manager, "SAVE_EVERY_S", 0.05)
+    monkeypatch.setattr(saver, "SAVE_EVERY_S", 0.05)
     state = tmp_path / "state"
     put_agent_state(state, "c", start)
     before = json.loads(start or "null") or {}
@@ -145,7 +145,7 @@ async def test_nested_values_are_stored_anew_after_each_turn(
 async def test_a_row_that_others_write_between_turns_keeps_what_they_wrote(
     open_pool: OpenPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "SAVE_EVERY_S", 0.05)
+    monkeypatch.setattr(saver, "SAVE_EVERY_S", 0.05)
     state = tmp_path / "state"
     pool = await open_pool()
     for number in range(1, 4):

@@ -1,33 +1,28 @@
 import os
-import signal
-from collections.abc import Callable
 from typing import Any
 
-from hermes_pool_worker import wire, zygote
-from hermes_pool_worker.agent import Outcome, RunningTurn
-from hermes_pool_worker.echo import EchoAgent
-from hermes_pool_worker.sender import FrameSender
+from hermes_pool_worker import agent, echo, sender, wire, zygote
 
 
-def send(plain: Callable[..., None], own: Any, message: wire.Message, *more: Any) -> None:
+def send(plain: Any, own: Any, message: wire.Message, *more: Any) -> None:
     for when in ("before", "inside", "after"):
-        orders = [f"{when} {type(message).__name__}{times}" for times in ("", " again", " and again")]
-        told = next(filter(os.path.exists, orders), None)
+        order = f"{when} {type(message).__name__}"
+        told = next(filter(os.path.exists, (order, f"{order} again", f"{order} and again")), None)
         if when == "after":
             plain(own, message, *more)
         elif when == "inside" and told:
             os.write(own._descriptor, wire.encode(message)[: len(wire.encode(message)) // 2])
         if told:
             os.unlink(told)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), 9)
 
 
-for owner, name in ((FrameSender, "send"), (FrameSender, "send_piece"), (zygote, "_send")):
+for owner, name in ((sender.FrameSender, "send"), (sender.FrameSender, "send_piece"), (zygote, "_send")):
     setattr(owner, name, lambda *given, plain=getattr(owner, name): send(plain, *given))  # noqa: B008 - bound here
 
 
-class Agent(EchoAgent):
-    def turn(self, text: str, turn: RunningTurn) -> Outcome:
+class Agent(echo.EchoAgent):
+    def turn(self, text: str, turn: agent.RunningTurn) -> agent.Outcome:
         if text == "use a tool":
             turn.tool_started("call-1", "hammer", "nail")
             print(turn.turn_id, turn.attempt, file=open("effects", "a"))  # noqa: SIM115 - closed with its last use

@@ -7,7 +7,7 @@ from hermes_pool_worker.agent import Open, Opened, Outcome, RunningTurn
 
 
 class Agent(leaves_a_shell_running.Agent):
-    """``job FILE`` and ``shell FILE`` go on until there is such a file; ``end FILE`` makes it within a turn."""
+    # "job FILE" and "shell FILE" go on until there is such a file; "end FILE" makes it within a turn.
 
     def open(self, request: Open) -> Opened:
         self.threads: dict[str, threading.Thread] = {}
