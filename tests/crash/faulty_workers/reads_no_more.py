@@ -1,15 +1,18 @@
 import gc
 
-from hermes_pool_worker.agent import Outcome, RunningTurn
+from hermes_pool_worker.agent import Open, Opened, Outcome, RunningTurn
 from hermes_pool_worker.echo import EchoAgent
 from hermes_pool_worker.loop import Worker
 
 
 class Agent(EchoAgent):
+    def open(self, request: Open) -> Opened:
+        (self.worker,) = [each for each in gc.get_objects() if type(each) is Worker]  # not in a turn: it takes a while
+        return super().open(request)
+
     def turn(self, text: str, turn: RunningTurn) -> Outcome:
         if text.startswith("read no more"):
-            (worker,) = [each for each in gc.get_objects() if type(each) is Worker]
-            worker._reading.acquire()
+            self.worker._reading.acquire()  # before the second thread takes it over
             if text.endswith("and ask"):
                 turn.ask("clarify", "What?", timeout_s=1000)
             return Outcome("deaf from here on")
