@@ -22,6 +22,7 @@ EVENTS_WAITING_MAX = 1024
 """How many events may wait for a slow consumer. At this number the pool stops reading, which slows the worker down."""
 EVENT_BYTES_WAITING_MAX = 4 * 1024 * 1024
 """How many bytes those events may hold, approximately."""
+_QUEUED, _SETTLED = TurnState.QUEUED, TurnChange.SETTLED  # looked up once: every turn uses them
 
 Ending = HermesPoolError | Literal["cancelled"]
 """Why a turn was to end before its reply. An error is what its caller gets."""
@@ -48,7 +49,7 @@ class ActiveTurn:
         self.text = text
         self.streams = streams
         """Whether the caller wants the events."""
-        self.state = TurnState.QUEUED
+        self.state = _QUEUED
         self.attempt = 1
         self.deaths = 0
         """How many workers have died with it."""
@@ -108,7 +109,7 @@ class ActiveTurn:
 
     def settle(self, outcome: Reply | HermesPoolError) -> None:
         """End the turn with its outcome, once and for good."""
-        self.state = TURN[self.state][TurnChange.SETTLED]
+        self.state = TURN[self.state][_SETTLED]
         self.outcome = outcome
         if self._waiters:
             self._wake()

@@ -40,6 +40,11 @@ from hermes_pool_worker import wire
 
 CHECK_FROZEN_AFTER_S = 0.5
 """A worker that was idle for this long is checked before it gets a turn: a signal may have stopped it."""
+# Looked up once: in CPython 3.11 a member of an enumeration costs ten times as much as a global name, and these are on
+# the path of every turn or frame.
+_IDLE = WorkerState.IDLE
+_OPEN, _CLOSED = PoolState.OPEN, PoolState.CLOSED
+_BEGUN, _HANDED_OVER, _RECOVERING = TurnChange.BEGUN, TurnChange.HANDED_OVER, TurnState.RECOVERING
 _UTF8_BYTES_MAX = 4
 _TURN_BYTES_MAX = 256  # of a turn's frame, without its text
 
@@ -222,7 +227,7 @@ class Session:
             self._check_size(turn)  # before it waits
             if self.quarantine.killers:
                 self.quarantine.check(turn.text)
-            if self.slot.state is not WorkerState.IDLE and self.slot.is_empty:
+            if self.slot.state is not _IDLE and self.slot.is_empty:
                 self.slot.check_start()
             if self._lock.locked() or self.waiting:  # the lock is free for a moment when the next in line is waking up
                 await self._wait_in_queue()
@@ -232,15 +237,15 @@ class Session:
             self._refuse(turn, error)
             raise
         try:
-            turn.state = TURN[turn.state][TurnChange.BEGUN]
+            turn.state = TURN[turn.state][_BEGUN]
             self._begun = turn
             if self.quarantine.killers:
                 self.quarantine.check(turn.text)  # again: sent twice, it may have waited for itself
-            if self._services.admission.state is not PoolState.OPEN:
+            if self._services.admission.state is not _OPEN:
                 await self._services.admission.wait_while_paused(self)
             if self._loop.time() - self.slot.jobs.ready_since >= CHECK_FROZEN_AFTER_S:
                 await self._replace_frozen()
-            if self.slot.state is not WorkerState.IDLE or self._services.admission.state is PoolState.CLOSED:
+            if self.slot.state is not _IDLE or self._services.admission.state is _CLOSED:
                 await self._have_idle_worker(turn)
             if turn.ending is None:
                 self._hand_over(turn)
@@ -309,7 +314,8 @@ class Session:
             ) from None
         finally:
             self.waiting -= 1
-            self._services.admission.counts_changed.set()
+            if (counts_changed := self._services.admission.counts_changed) is not None:
+                counts_changed.set()
 
     async def _replace_frozen(self) -> None:
         """Kill an idle worker that was stopped by a signal (SIGSTOP): it would never begin the turn."""
@@ -351,7 +357,7 @@ class Session:
         now = self._loop.time()
         turn.began_at = turn.began_at or now
         turn.heard_at = now
-        turn.state = TURN[turn.state][TurnChange.HANDED_OVER]
+        turn.state = TURN[turn.state][_HANDED_OVER]
         self.slot.hand_over(turn)
         self._deadlines.watch(turn)
 
@@ -362,10 +368,16 @@ class Session:
             turn is None
             or frame.turn_id != turn.turn_id
             or frame.attempt != turn.attempt
-            or turn.state is TurnState.RECOVERING  # no worker has it
+            or turn.state is _RECOVERING  # no worker has it
         ):
             return False
         turn.heard_at = self._loop.time()
+        if isinstance(frame, wire.TextDelta):  # first and by itself, since there may be thousands
+            turn.last_event = "TextDelta"
+            turn.push(frame)
+            if turn.lags and self.slot.connection is not None:
+                self.slot.connection.pause_reading()
+            return True
         match frame:
             case wire.TurnDone():
                 self._settle(turn, self._done(turn, frame))
@@ -375,8 +387,6 @@ class Session:
                 error = AgentFailedError(frame.text, reason=frame.reason, conversation_id=self._id)
                 self._settle(turn, error if turn.ending is None else self._ended_early(turn))
                 return True
-            case wire.TextDelta():  # tested early, since there may be thousands
-                pass
             case wire.ToolStarted():
                 turn.tool_started(frame.call_id, frame.name)
             case wire.ToolFinished():
@@ -472,7 +482,8 @@ class Session:
         """Let the next message in."""
         self._begun = None
         self._lock.release()
-        self._services.admission.counts_changed.set()
+        if (counts_changed := self._services.admission.counts_changed) is not None:
+            counts_changed.set()
 
     # --- time limits ---
 

@@ -41,6 +41,9 @@ from hermes_pool_worker import wire
 
 KILL_ORPHANS_AFTER_S = 0.1
 """How long after a death to look for orphans. The search holds the interpreter's lock for milliseconds."""
+# Looked up once: every turn uses them.
+_BUSY, _STOPPING = WorkerState.BUSY, WorkerState.STOPPING
+_TURN_BEGUN, _TURN_ENDED = WorkerChange.TURN_BEGUN, WorkerChange.TURN_ENDED
 _OF_THE_POOL = (WorkerUnusableError, NoCapacityError, PoolUnavailableError)
 """Failed starts that are not the fault of this session."""
 
@@ -213,15 +216,15 @@ class WorkerSlot:
         """Hand a turn to the idle worker."""
         assert self.connection is not None  # noqa: S101 - for the type checker: the worker is idle
         self.turn = turn
-        self.transition(WorkerChange.TURN_BEGUN)
+        self.transition(_TURN_BEGUN)
         self.connection.hand_over(wire.Turn(turn.turn_id, turn.attempt, turn.text, turn.streams))
 
     def turn_settled(self) -> None:
         """Update the worker's state after its turn has settled."""
         turn, self.turn = self.turn, None
         self.jobs.restart_clocks()
-        if self.state is WorkerState.BUSY or self.state is WorkerState.STOPPING:
-            self.transition(WorkerChange.TURN_ENDED)
+        if self.state is _BUSY or self.state is _STOPPING:
+            self.transition(_TURN_ENDED)
         if self.connection is None:
             self._services.admission.changed(self.occupant, self.state)  # the turn had kept the permit
         elif turn is not None and turn.lags:
@@ -443,7 +446,7 @@ class WorkerSlot:
         """Change the state according to the table, log the facts, and notify admission."""
         before = self.state
         self.state = WORKER[before][event]
-        if event is WorkerChange.TURN_BEGUN or event is WorkerChange.TURN_ENDED:
+        if event is _TURN_BEGUN or event is _TURN_ENDED:
             if self._logs_turns:
                 self._log.debug(event.value, state=self.state.value, before=before.value, **facts)
         elif self._logs_changes:

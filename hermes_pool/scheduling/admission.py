@@ -38,6 +38,9 @@ TURN_TIMES_KEPT = 64
 """How many of the latest turns the expected wait is estimated from."""
 
 
+_BUSY, _IDLE = WorkerState.BUSY, WorkerState.IDLE  # looked up once: every turn uses them
+
+
 # --- permits and waiters ----------------------------------------------------------------------------------------------
 
 
@@ -130,9 +133,10 @@ class Admission:
     """How long the latest turns of the full pool took, in seconds."""
     _clock: Callable[[], float] = field(default=time.monotonic, init=False)
     """The event loop's clock once the pool has been opened."""
-    counts_changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    counts_changed: asyncio.Event | None = field(default=None, init=False)
     """Set whenever the numbers of running turns and unanswered messages may have changed: here, and by sessions when a
-    message stops waiting or the conversation is free again. The one that waits for it clears it."""
+    message stops waiting or the conversation is free again. Made by the first that waits for it: few pools are ever
+    paused or drained, and every turn would have to set it."""
 
     def __post_init__(self) -> None:
         """Start with the limit from the settings. ``resize`` changes the limit; the settings stay as they are."""
@@ -188,7 +192,7 @@ class Admission:
 
         Called twice in every turn, and mostly has nothing to do.
         """
-        if state is WorkerState.BUSY or state is WorkerState.IDLE:
+        if state is _BUSY or state is _IDLE:
             if len(self._permits) >= self._limit or self._starting_since:
                 self._measure(session, state)
         elif state is WorkerState.STARTING:
@@ -198,7 +202,8 @@ class Admission:
             permit = self._permits.get(session)
             if permit is not None and (not session.in_turn or self.state is PoolState.CLOSED):
                 self._free(session, permit)
-        self.counts_changed.set()
+        if self.counts_changed is not None:
+            self.counts_changed.set()
 
     def _measure(self, session: Occupant, state: WorkerState) -> None:
         """Measure starts and, in a full pool, turns. Serve the queue if the session has become idle."""
@@ -426,7 +431,8 @@ class Admission:
             self._clock = asyncio.get_running_loop().time
         self.state = state
         self.log.info("pool_state", state=state.value, before=before.value)
-        self.counts_changed.set()
+        if self.counts_changed is not None:
+            self.counts_changed.set()
         if state is not PoolState.PAUSED:
             held, self._held = self._held, []
             for each in held:
@@ -463,10 +469,10 @@ class Admission:
             return Drained(max(0, before - cut), 0)
         self.become(PoolState.DRAINED)
         while self._is(PoolState.DRAINED) and (busy := [each for each in self.sessions() if _unanswered(each)]):
-            self.counts_changed.clear()
+            counts_changed = self._watch_counts()
             await asyncio.wait({self.in_background(session.stop("the pool was drained")) for session in busy})
             if self._is(PoolState.DRAINED) and self._unanswered():
-                await self.counts_changed.wait()  # a message was between two states
+                await counts_changed.wait()  # a message was between two states
         return Drained(max(0, before - cut), cut)
 
     def resize(self, workers_max: int) -> None:
@@ -484,9 +490,15 @@ class Admission:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 while self._is(state) and count():
-                    self.counts_changed.clear()
-                    await self.counts_changed.wait()
+                    await self._watch_counts().wait()
         return self._is(state)
+
+    def _watch_counts(self) -> asyncio.Event:
+        """Return an event that is set at the next change of the counts."""
+        if self.counts_changed is None:
+            self.counts_changed = asyncio.Event()
+        self.counts_changed.clear()
+        return self.counts_changed
 
     def _is(self, state: PoolState) -> bool:
         return self.state is state  # a method: the type checker would assume that an await leaves the state as it is
