@@ -282,6 +282,13 @@ def test_the_settings_and_their_defaults_are_those_of_the_code(name: str) -> Non
         assert row["meaning"], f"{setting} is not explained"
 
 
+def test_the_settings_that_were_renamed_are_found_under_their_new_names() -> None:
+    for row in table(read(CHANGELOG)):
+        (before,), (group, name) = spans(row["before"]), spans(row["now"])[0].split(".")
+        assert before not in field_names(settings.PoolSettings)
+        assert name in field_names(GROUPS[group])
+
+
 def test_the_options_of_the_hermes_agent_are_those_of_the_code() -> None:
     assert named(table(section(SETTINGS_PAGE, "Options of the agent hermes"))) == list(HermesOptions.__struct_fields__)
 

@@ -1,6 +1,6 @@
 """The fault battery that other pools and supervisors were measured with, row by row, on this one.
 
-Each test is named after its row, and says what it measured (``pytest -s``), in the words of the table in the README.
+Each test is named after its row, and says what it measured (``pytest -s``), in the words of ``docs/faults.md``.
 """
 
 import asyncio

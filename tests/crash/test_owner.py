@@ -275,7 +275,7 @@ async def test_a_daemon_that_shows_no_marker_goes_with_its_worker_and_with_no_ot
     open_pool: OpenPool, faulty: Faulty, end: str, launcher: str
 ) -> None:
     if (end, launcher) == ("killed", "spawn"):
-        pytest.skip("nobody is left who knows of it; the README says so")
+        pytest.skip("nothing is left that could find it; docs/how-to/deployment.md says so")
     pool = await open_pool(**faulty("leaves_all_kinds_of_tools"), launcher=launcher)
     hidden = "tool setsid daemon cleared deaf"
     tool, other = [psutil.Process(int((await pool.send(name, hidden)).text)) for name in ("c", "other")]
