@@ -376,7 +376,7 @@ async def test_closing_ends_everything_in_order(open_pool: OpenPool, obedient: O
     assert again == {}
     outcomes = await asyncio.gather(running, acting.reply(), in_line, return_exceptions=True)
     # Another pool may run the message, but for the one whose tool may have acted.
-    assert [(type(outcome), outcome.sent, outcome.retryable) for outcome in outcomes] == [
+    assert [(type(each), each.sent, each.retryable) for each in outcomes if isinstance(each, HermesPoolError)] == [
         (TurnCancelledError, True, True), (TurnCancelledError, True, False), (PoolClosedError, False, False),
     ]  # fmt: skip
     with pytest.raises(PoolClosedError):
