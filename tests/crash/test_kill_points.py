@@ -186,6 +186,7 @@ class Expected:
         else:
             assert type(outcome) is (self.error or self.or_error)
             assert outcome.conversation_id == conversation_id
+            assert outcome.sent, "the first worker had the message, also where no other one could be started"
         if isinstance(outcome, WorkerDiedError):
             assert outcome.returncode == -signal.SIGKILL
             assert outcome.report is not None

@@ -121,8 +121,9 @@ async def test_a_stop_while_a_dead_worker_is_being_replaced_ends_the_turn(
     (await process_of(pool, "c")).send_signal(signal.SIGKILL)
     await until(lambda: _is(pool, "c", "starting"), "the replacement to be started")
     await asyncio.wait_for(pool.stop("c"), 5)
-    with pytest.raises(TurnCancelledError):
+    with pytest.raises(TurnCancelledError) as caught:
         await asyncio.wait_for(turn.reply(), 5)
+    assert (caught.value.sent, caught.value.retryable) == (True, False)
     assert (await row_of(pool, "c")).state == "stopped"
     assert (await pool.send("c", "hello")).text == "hello"
 
