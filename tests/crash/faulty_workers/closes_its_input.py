@@ -1,5 +1,6 @@
 import gc
 import os
+import threading
 
 from hermes_pool_worker.agent import Outcome
 from hermes_pool_worker.echo import EchoAgent
@@ -10,7 +11,7 @@ class Agent(EchoAgent):
     def turn(self, text, turn):
         if text == "close":
             (worker,) = [each for each in gc.get_objects() if type(each) is Worker]
-            worker._reading.acquire()
+            worker._read = threading.Event().wait  # in whichever thread
             os.close(worker._wire_in)
             return Outcome("closed")
         return super().turn(text, turn)

@@ -1,9 +1,8 @@
 import os
 import signal
 
-from hermes_pool_worker import wire, zygote
+from hermes_pool_worker import sender, wire, zygote
 from hermes_pool_worker.echo import EchoAgent
-from hermes_pool_worker.sender import FrameSender
 
 
 def send(plain, own, message, *more):
@@ -19,7 +18,7 @@ def send(plain, own, message, *more):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-for owner, name in ((FrameSender, "send"), (FrameSender, "send_piece"), (zygote, "_send")):
+for owner, name in ((sender.FrameSender, "send"), (sender.FrameSender, "send_piece"), (zygote, "_send")):
     setattr(owner, name, lambda *given, plain=getattr(owner, name): send(plain, *given))  # noqa: B008 - bound here
 
 

@@ -1,4 +1,5 @@
 import gc
+import threading
 
 from hermes_pool_worker.agent import Outcome
 from hermes_pool_worker.echo import EchoAgent
@@ -9,7 +10,7 @@ class Agent(EchoAgent):
     def turn(self, text, turn):
         if text.startswith("read no more"):
             (worker,) = [each for each in gc.get_objects() if type(each) is Worker]
-            worker._reading.acquire()
+            worker._read = threading.Event().wait  # in whichever thread
             if text.endswith("and ask"):
                 turn.ask("clarify", "What?", timeout_s=1000)
             return Outcome("deaf from here on")
