@@ -1,8 +1,8 @@
 """Hermes Agent as the agent of a worker.
 
 Only this module, ``hermes_setup`` and ``hermes_history`` import Hermes (0.19.0), and only inside functions, so that an
-import of these modules costs nothing. They read the user's Hermes configuration, and write only what Hermes itself
-would write: the commands that a person has allowed for good.
+import of these modules costs nothing. They read the user's Hermes configuration, and write one thing to it, as Hermes
+does: the commands that a person has allowed for good.
 """
 
 import contextlib
