@@ -378,6 +378,10 @@ class TurnCancelledError(TurnError):
         self.retryable = retryable
         self.http_status = 503 if retryable else 409
 
+    def tool_may_have_acted(self) -> None:
+        """Withdraw the advice to send the message again: a tool has started after all."""
+        self.retryable, self.http_status = False, 409
+
 
 # --- the store -------------------------------------------------------------------------------------------------------
 

@@ -408,7 +408,7 @@ class Session:
     def _done(self, turn: ActiveTurn, done: wire.TurnDone) -> Reply | HermesPoolError:
         self.metadata.turn_done(done)
         if done.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
-            return turn.ending
+            return self._ended_early(turn)
         notice = done.notice
         if self._notice is not None:
             notice = self._notice if notice is None else f"{self._notice} {notice}"
@@ -444,6 +444,8 @@ class Session:
         )
 
     def _ended_early(self, turn: ActiveTurn) -> Reply | HermesPoolError:
+        if isinstance(turn.ending, TurnCancelledError) and turn.tools_started:  # since its end was wanted, perhaps
+            turn.ending.tool_may_have_acted()
         if isinstance(turn.ending, HermesPoolError):
             return turn.ending
         return self._reply(turn, "", outcome="interrupted")

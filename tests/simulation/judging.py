@@ -191,6 +191,8 @@ def _unjustified(world: World, call: Call, error: HermesPoolError, hand_overs: l
                 return "its worker had answered long before"
             fine = took_s >= min(PROGRESS_TIMEOUT_S, TURN_TIMEOUT_S)
         case TurnCancelledError():
+            if tools and error.retryable:
+                return f"it had started {tools}, and must not be sent again unseen"
             fine = call.touched
         case StoreError():
             fine = "fails" in happened

@@ -24,6 +24,12 @@ def _of(*steps: Step, rules: Rules | None = None) -> History:
 
 
 PAST_FAULTS: dict[str, History] = {
+    "a tool starts after the pool has begun to close": _of(
+        NextBirth(Birth(on_cancel="obeys_late")),
+        Say(0, (("breath", "breath", "tool", "hang"),)),
+        Pass(0.015),
+        OperatePool("close"),
+    ),
     "a turn that is refused in line is cancelled": _of(
         Say(0, (("hang",),)),
         OperatePool("pause"),
