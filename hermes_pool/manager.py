@@ -99,7 +99,10 @@ class HermesSessionManager:
             raise PoolClosedError("a manager can be entered only once: create another one")
         settings = self.settings
         prepare_state_dir(settings.state_dir, workspace=settings.worker_cwd is None)
-        self._store = self._given_store or _own_store(settings)
+        if self._given_store is not None:
+            self._store = self._given_store
+        else:  # in a thread: SQLAlchemy takes half a second to import, unless the host has done so
+            self._store = await in_thread_or_here(partial(_own_store, settings))
         self._services = SessionServices(
             settings=settings,
             factory=WorkerFactory(settings, dict(os.environ), self._log),
