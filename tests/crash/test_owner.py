@@ -12,6 +12,7 @@ import textwrap
 import urllib.parse
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -446,12 +447,11 @@ class Server:
         (inode,) = line.findall(Path("/proc/net/tcp").read_text())
         holders = set()
         for process in psutil.process_iter():
-            try:
-                links = [os.readlink(each) for each in Path(f"/proc/{process.pid}/fd").iterdir()]
-            except OSError:
-                continue
-            if f"socket:[{inode}]" in links:
-                holders.add(process.pid)
+            with suppress(OSError):  # the process ended
+                for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                    with suppress(OSError):  # it closed this one, and only this one
+                        if os.readlink(descriptor) == f"socket:[{inode}]":
+                            holders.add(process.pid)
         return holders
 
 
