@@ -299,4 +299,5 @@ async def test_a_million_descriptors_do_not_slow_a_start(
         )
         out, _ = await asyncio.to_thread(process.communicate, timeout=60)
         times[limit] = json.loads(out)
-    assert times[many][18] <= times[1024][18] + 0.1
+    # The median: a walk over all descriptors would slow every start, a busy machine slows some.
+    assert sorted(times[many])[len(times[many]) // 2] <= sorted(times[1024])[len(times[1024]) // 2] + 0.1
