@@ -32,9 +32,11 @@ class Pipe:
         self.read_end = -1
 
     def close(self) -> None:
-        for end in (self.read_end, self.write_end):
-            if end >= 0:
-                os.close(end)
+        if self.read_end >= 0:
+            self.stop_reading()
+        # The thread that flushes outlives the test: it must find nothing to write into a descriptor that is another's.
+        self.sender.send(wire.Pong(0))
+        os.close(self.write_end)
 
 
 @pytest.fixture
