@@ -9,6 +9,8 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from hermes_pool.account import ToolUse as ToolUse
+from hermes_pool.account import TurnAccount as TurnAccount
 from hermes_pool.crash_report import DeathReport as DeathReport
 from hermes_pool.errors import AgentFailedError as AgentFailedError
 from hermes_pool.errors import ConversationBusyError as ConversationBusyError

@@ -11,6 +11,7 @@ has to fix something. Clients and proxies may repeat 502, 503 and 504 on their o
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from hermes_pool.account import ToolUse, TurnAccount
 from hermes_pool.crash_report import DeathReport
 
 
@@ -254,12 +255,40 @@ class PoolUnusableError(PoolUnavailableError, WorkerUnusableError):
 # --- a turn ended without a reply ------------------------------------------------------------------------------------
 
 
+_NEVER_REPEATED = 500
+"""The status of what must not be sent again: clients and proxies may repeat 502, 503 and 504 on their own."""
+_REPEATED = (502, 503, 504)
+
+
 class TurnError(HermesPoolError):
-    """A turn ended without a reply. The conversation's history is as before the turn, and its next message works."""
+    """A turn ended without a reply. The conversation's next message works.
+
+    ``tools``, ``text``, ``usage``, ``attempts``, ``kept`` and ``model`` tell what is known about the turn: see
+    ``TurnAccount``. It is never ``retryable`` once a tool may have acted, nor if the turn was ``kept`` in the history,
+    which would then have the message twice.
+    """
 
     code = "turn_failed"
     http_status = 502
     sent = True
+    turn_id: str | None = None
+    """The turn's id."""
+    tools: tuple[ToolUse, ...] = ()
+    text: str = ""
+    usage: dict[str, int] = {}  # noqa: RUF012 - never changed, and replaced as a whole
+    attempts: int = 1
+    kept: bool = False
+    model: str | None = None
+
+    def account_for(self, turn_id: str, account: TurnAccount) -> None:
+        """Take over what is known about the turn, and withdraw the advice to send the message again if need be."""
+        self.turn_id = turn_id
+        self.tools, self.text, self.usage = account.tools, account.text, account.usage
+        self.attempts, self.kept, self.model = account.attempts, account.kept, account.model
+        if account.kept or account.may_have_acted:
+            self.retryable, self.retry_after_s = False, None
+            if self.http_status in _REPEATED:
+                self.http_status = _NEVER_REPEATED
 
 
 class AgentFailedError(TurnError):
@@ -268,9 +297,19 @@ class AgentFailedError(TurnError):
     code = "agent_failed"
     retryable = True
 
-    def __init__(self, message: str, *, reason: str, conversation_id: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str,
+        retryable: bool = True,
+        retry_after_s: float | None = None,
+        conversation_id: str | None = None,
+    ) -> None:
         super().__init__(f"the agent failed ({reason}): {message}", conversation_id=conversation_id)
         self.reason = reason
+        self.retryable = retryable
+        self.retry_after_s = retry_after_s
 
 
 class WorkerDiedError(TurnError):
@@ -312,33 +351,12 @@ class WorkerCrashedError(WorkerDiedError):
 class TurnInterruptedError(WorkerDiedError):
     """The worker died after a tool had started. The turn was not repeated, since the tool may have acted.
 
-    ``tools`` names those that may have acted. Find out whether they did before you send the message again: that would
+    ``tools`` has those that may have acted. Find out whether they did before you send the message again: that would
     repeat their effects. So the error is not retryable, and its status is one that no client repeats on its own.
     """
 
     code = "turn_interrupted"
     http_status = 500
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        tools: Sequence[str],
-        exit: str,  # noqa: A002 - as above
-        returncode: int | None,
-        conversation_id: str | None = None,
-        stderr_tail: Sequence[str] = (),
-        report: DeathReport | None = None,
-    ) -> None:
-        super().__init__(
-            message,
-            exit=exit,
-            returncode=returncode,
-            conversation_id=conversation_id,
-            stderr_tail=stderr_tail,
-            report=report,
-        )
-        self.tools = tuple(tools)
 
 
 class TurnTimeoutError(TurnError):

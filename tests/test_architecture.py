@@ -30,10 +30,11 @@ WORKER = ROOT / "worker" / "hermes_pool_worker"
 
 MAY_IMPORT = {
     # Values and tables: what everything else speaks of.
+    "account": set(),
     "crash_report": set(),
     "lifecycle": set(),
     "snapshot": set(),
-    "errors": {"crash_report"},
+    "errors": {"account", "crash_report"},
     "settings": {"errors"},
     # Decisions, and each thing of the outside world by itself.
     "policy": {"errors", "settings", "snapshot"},
@@ -45,8 +46,8 @@ MAY_IMPORT = {
     "process": {"errors", "policy", "settings", "snapshot", "system"},
     "scheduling": {"errors", "lifecycle", "policy", "settings", "snapshot", "system"},
     "conversation": {
-        "crash_report", "errors", "lifecycle", "policy", "process", "scheduling", "settings", "snapshot", "storage",
-        "system",
+        "account", "crash_report", "errors", "lifecycle", "policy", "process", "scheduling", "settings", "snapshot",
+        "storage", "system",
     },
     "manager": {
         "control", "conversation", "crash_report", "errors", "process", "scheduling", "settings",
@@ -59,13 +60,14 @@ MAY_IMPORT = {
     },
     "__main__": {"cli"},
     "__init__": {
-        "conversation", "crash_report", "errors", "manager", "process", "scheduling", "settings", "snapshot", "storage",
+        "account", "conversation", "crash_report", "errors", "manager", "process", "scheduling", "settings", "snapshot", "storage",
     },
 }  # fmt: skip
 """The rooms of ``hermes_pool``, from the ground up, and every arrow between them: each imports these, all of these, and
 nothing else."""
 
 THIRD_PARTY = {
+    "account": {"msgspec"},
     "settings": {"msgspec"},
     "process": {"msgspec", "psutil"},
     "system": {"psutil", "structlog"},

@@ -68,7 +68,6 @@ def died_with(
         return TurnInterruptedError(
             f"the worker {report.exit} after a tool had started ({tools}). The tool may have acted, so the "
             f"message was not run again: check what it did before you send it again (report {report.report_id})",
-            tools=turn.tools_started,
             **facts,
         )
     times = "once" if turn.deaths == 1 else f"{turn.deaths} times"

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from hermes_pool.account import ToolUse
+
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one message."""
@@ -23,3 +25,14 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """What a person should know: why the reply is partial, or that the session could not be resumed."""
     duration_s: float = 0.0
     """The time from when a worker was given the message to the reply, in seconds."""
+    tools: tuple[ToolUse, ...] = ()
+    """The tools that were used, over all attempts, in the order in which they started."""
+    attempts: int = 1
+    """How many times the turn was begun."""
+    kept: bool = True
+    """Whether the turn is in the conversation's history, so that later prompts carry it. If a completed turn is not,
+    the history could not be written; ``notice`` says why, and the pool tries again before the worker goes."""
+    model: str | None = None
+    """The model that answered, where the agent names it."""
+    pending_steer: str | None = None
+    """What was said with ``steer`` and came too late to be used."""

@@ -12,7 +12,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from time import monotonic
-from typing import Protocol, TypeVar, assert_never
+from typing import Any, Protocol, TypeVar, assert_never
 
 from hermes_pool.errors import NoCapacityError, WorkerStartError, WorkerStartTimeoutError, WorkerUnusableError
 from hermes_pool.policy.liveness import stacks_of
@@ -96,6 +96,8 @@ class WorkerConnection:
         self._opened: asyncio.Future[wire.Opened] = loop.create_future()
         self._step_failed: Callable[[Death], None] | None = None
         """Fails the step of the start that is waiting for an answer."""
+        self._asked: asyncio.Future[Any] | None = None
+        """The answer about the history that is waited for, between turns."""
         self._dead = asyncio.Event()
         self._exit: Exit | None = None
         self._ended = False
@@ -194,6 +196,19 @@ class WorkerConnection:
         if self.process is not None:  # like ``send``, with one call less on the path of every turn
             self.process.write(self._encoder.encode(turn))
 
+    async def ask_history(
+        self, request: wire.Flush | wire.ReadTurns, timeout_s: float
+    ) -> wire.Flushed | wire.TurnsRead:
+        """Ask the idle worker about its history; one question at a time. Raise ``TimeoutError`` if no answer comes."""
+        self._asked = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.send(request)
+                answer: wire.Flushed | wire.TurnsRead = await self._asked
+                return answer
+        finally:
+            self._asked = None
+
     def ping(self) -> None:
         """Send a ping, unless one is still unanswered. Whatever the worker sends next counts as the answer."""
         if self.pinged_at is None:
@@ -277,6 +292,8 @@ class WorkerConnection:
                 return _resolve(frame, self._prepared)
             case wire.Opened():
                 return _resolve(frame, self._opened)
+            case wire.Flushed() | wire.TurnsRead():
+                return self._asked is not None and _resolve(frame, self._asked)
             case wire.Closed():
                 return self._wanted
         assert_never(frame)
@@ -333,6 +350,8 @@ class WorkerConnection:
         self._dead.set()
         if self._step_failed is not None:
             self._step_failed(self.death)
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_exception(TimeoutError())
         self.listener.connection_died(self, self.death)
 
     def _stderr_line(self, line: str) -> None:

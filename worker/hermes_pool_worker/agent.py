@@ -95,6 +95,11 @@ class RunningTurn(Protocol):
     attempt: int
     """1, or more if an earlier worker died during this turn."""
 
+    keep: bool
+    """Once the turn is cancelled: whether what was said and done so far is to stay in the history."""
+    why: str
+    """Once the turn is cancelled: why, in words that the model may be told."""
+
     @property
     def cancelled(self) -> threading.Event:
         """Set once the caller has cancelled. ``Agent.interrupt`` is called right after that."""

@@ -39,7 +39,7 @@ ORPHANED_GRACE_S = 2.0
 _HAS_READV = hasattr(os, "readv")
 """False on Windows."""
 
-Work: TypeAlias = wire.Open | wire.Prepare | WireTurn | wire.Close | None
+Work: TypeAlias = wire.Open | wire.Prepare | WireTurn | wire.Flush | wire.ReadTurns | wire.Close | None
 """What the main thread does, in the order in which it came; ``None`` is the end of the wire."""
 
 
@@ -139,13 +139,17 @@ class Worker:
                 self._inbox.put(turn)
             case wire.Cancel():
                 if (cancelled := self._turns.get((message.turn_id, message.attempt))) is not None:
+                    cancelled.keep, cancelled.why = message.keep, message.why
                     self._cancel(cancelled)
             case wire.Answer():
                 if (asking := self._turns.get((message.turn_id, message.attempt))) is not None:
-                    asking.answer(message.question_id, message.text)
+                    asking.answer(message.question_id, None if message.nobody else message.text)
+            case wire.Steer():
+                if (steered := self._turns.get((message.turn_id, message.attempt))) is not None:
+                    self._steer(steered, message.text)
             case wire.Ping():
                 self._sender.send(wire.Pong(message.number))
-            case wire.Open() | wire.Prepare() | wire.Close():
+            case wire.Open() | wire.Prepare() | wire.Flush() | wire.ReadTurns() | wire.Close():
                 self._inbox.put(message)
             case _:
                 assert_never(message)
@@ -158,6 +162,19 @@ class Worker:
                     self._agent.interrupt()
                 except Exception:  # noqa: BLE001 - reading must go on; the supervisor has other means for deaf agents
                     traceback.print_exc()
+
+    def _steer(self, turn: WireTurn, text: str) -> None:
+        """Pass a remark to the agent; what it cannot use comes back with the end of the turn."""
+        with self._turn_lock:
+            steer = getattr(self._agent, "steer", None)
+            used = False
+            if self._running is turn and steer is not None:
+                try:
+                    used = bool(steer(text))
+                except Exception:  # noqa: BLE001 - as for an interrupt
+                    traceback.print_exc()
+            if not used:
+                turn.pending_steer.append(text)
 
     # --- the watch thread ---
 
@@ -252,6 +269,10 @@ class Worker:
             case wire.Prepare():
                 prepare = getattr(self._agent, "prepare", None)
                 self._sender.send(wire.Prepared(list(prepare(work.options)) if prepare is not None else []))
+            case wire.Flush():
+                self._sender.send(self._flush())
+            case wire.ReadTurns():
+                self._sender.send(self._read_turns(work))
             case wire.Close():
                 self._close_agent()
                 self._sender.send(wire.Closed())
@@ -262,6 +283,25 @@ class Worker:
             case _:
                 assert_never(work)
         return True
+
+    def _flush(self) -> wire.Flushed:
+        try:
+            flush = getattr(self._agent, "flush", None)
+            if flush is not None:
+                self._committed = flush() or self._committed
+        except Exception as error:  # noqa: BLE001 - the supervisor decides what follows
+            return wire.Flushed(self._committed, f"{type(error).__name__}: {error}")
+        return wire.Flushed(self._committed)
+
+    def _read_turns(self, request: wire.ReadTurns) -> wire.TurnsRead:
+        turns = getattr(self._agent, "turns", None)
+        if turns is None:
+            return wire.TurnsRead(error="this agent does not tell its history")
+        try:
+            return wire.TurnsRead(list(turns(request.after, request.limit)))
+        except Exception as error:  # noqa: BLE001 - an agent's bug fails the question, not its worker
+            traceback.print_exc()
+            return wire.TurnsRead(error=f"{type(error).__name__}: {error}")
 
     def _close_agent(self) -> None:
         try:

@@ -23,7 +23,7 @@ class WireTurn:
     __slots__ = (
         "_cancelled", "_lock", "_next_sign_at", "_question_timeout_s", "_questions", "_questions_asked", "_sender",
         "_streams",
-        "attempt", "is_cancelled", "request", "session_id", "turn_id",
+        "attempt", "is_cancelled", "keep", "pending_steer", "request", "session_id", "turn_id", "why",
     )  # fmt: skip
 
     def __init__(self, request: wire.Turn, sender: FrameSender, question_timeout_s: float = math.inf) -> None:
@@ -33,6 +33,10 @@ class WireTurn:
         self.session_id: str | None = None
         """The session id that the agent moved to in this turn, if it did."""
         self.is_cancelled = False
+        self.keep = False
+        self.why = ""
+        self.pending_steer: list[str] = []
+        """What was said with ``Steer`` and not used."""
         self._sender = sender
         self._streams = request.streams
         self._next_sign_at = 0.0 if self._streams else time.monotonic() + PROGRESS_SIGN_S
@@ -105,7 +109,7 @@ class WireTurn:
         answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         with self._lock:
             self._questions_asked += 1
-            question_id = f"q{self._questions_asked}"
+            question_id = f"{self.turn_id}.{self.attempt}.q{self._questions_asked}"
             self._questions[question_id] = answers
         try:
             if self.is_cancelled:
@@ -129,8 +133,8 @@ class WireTurn:
 
     # --- for the loop ---
 
-    def answer(self, question_id: str, text: str) -> None:
-        """Pass the caller's answer to the thread that asked; ignore an answer to a question that is over."""
+    def answer(self, question_id: str, text: str | None) -> None:
+        """Pass an answer to the thread that asked (``None``: nobody can answer); ignore one that comes too late."""
         with self._lock:
             answers = self._questions.get(question_id)
         if answers is not None:

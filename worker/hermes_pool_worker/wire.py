@@ -76,13 +76,34 @@ class Turn(TurnMessage, frozen=True):
 
 
 class Cancel(TurnMessage, frozen=True):
-    """End this turn soon. Without effect on a turn that is over or that the worker does not know."""
+    """End this turn soon. Without effect on a turn that is over or that the worker does not know.
+
+    If ``keep`` is true, what was said and done so far stays in the history, and the model is told ``why`` it ended
+    there; a turn of which nothing was seen leaves no trace. Otherwise every trace of the turn is removed.
+    """
+
+    keep: bool = False
+    why: str = ""
 
 
 class Answer(TurnMessage, frozen=True):
-    """The caller's answer to a ``Question`` of this turn."""
+    """The answer to a ``Question`` of this turn. If ``nobody`` is true, nobody can answer, and there is no ``text``."""
 
     question_id: str
+    text: str
+    nobody: bool = False
+
+
+class Steer(TurnMessage, frozen=True):
+    """A remark of the user for the running turn. What the agent cannot use comes back in ``TurnDone``."""
+
+    text: str
+
+
+class Said(Message, frozen=True):
+    """One message of a conversation that somebody else than this agent has held so far."""
+
+    role: Literal["user", "assistant"]
     text: str
 
 
@@ -93,7 +114,13 @@ class Open(Message, frozen=True):
 
     ``unfinished`` is the turn during which the previous worker died, if it did. An agent that finds this turn complete
     in its history returns the reply in ``Opened.recovered``; otherwise it removes every trace of the turn. If the turn
-    was ``given_up``, its caller has been told that it failed, and the agent removes even a complete one.
+    was ``given_up``, its caller has been told that it failed, and its reply is not wanted any more.
+
+    What of an unfinished turn may stay depends on ``keep``. If it is true, a turn in which a tool may have acted that
+    is not among ``safe_tools``, or of which somebody has seen ``said``, stays in the history, and the model is told
+    ``why`` it ended there; ``Opened.kept`` then says so. Every other unfinished turn is removed.
+
+    ``earlier`` is what was said in the conversation before this agent came to it, for a session that is new.
 
     ``options`` are the ``agent_options`` of the settings. ``data_dir`` is a folder for the agent's own files.
     ``question_timeout_s`` is the longest time that a question may wait for its answer, in seconds.
@@ -107,6 +134,11 @@ class Open(Message, frozen=True):
     data_dir: str | None = None
     question_timeout_s: float | None = None
     given_up: bool = False
+    keep: bool = False
+    said: str = ""
+    why: str = ""
+    safe_tools: list[str] = []
+    earlier: list[Said] = []
 
 
 class Prepare(Message, frozen=True):
@@ -120,6 +152,20 @@ class Ping(Message, frozen=True):
     """Answer with ``Pong``, even in the middle of a turn."""
 
     number: int
+
+
+class Flush(Message, frozen=True):
+    """Write to the history what could not be written before. Answer with ``Flushed``. Sent between turns only."""
+
+
+class ReadTurns(Message, frozen=True):
+    """Return the turns of the history after the mark ``after`` (``None``: from the beginning), the oldest first.
+
+    Answer with ``TurnsRead``. At most ``limit`` turns are wanted. Sent between turns only.
+    """
+
+    after: str | None = None
+    limit: int = 100
 
 
 class Close(Message, frozen=True):
@@ -150,6 +196,8 @@ class Opened(Message, frozen=True):
     ``session_id`` is the agent's own name for the session. ``resumed`` is true if earlier turns are in context.
     ``committed`` is the mark after opening. ``recovered`` is the reply of ``Open.unfinished``, if that turn turned out
     to be complete. ``notice`` tells people about something that could not be done, such as resuming an unknown session.
+    ``kept`` is true if ``Open.unfinished`` stays in the history without being complete; ``acted`` are then the names of
+    the tools in it that may have acted, as far as the history shows.
     """
 
     session_id: Name
@@ -157,6 +205,8 @@ class Opened(Message, frozen=True):
     committed: Mark | None = None
     recovered: str | None = None
     notice: str | None = None
+    kept: bool = False
+    acted: list[Name] = []
 
 
 class TextDelta(TurnMessage, frozen=True):
@@ -197,10 +247,11 @@ class Status(TurnMessage, frozen=True):
 
 
 class Question(TurnMessage, frozen=True):
-    """The agent waits for a person. Answer with ``Turn.answer(question_id, ...)`` within ``timeout_s`` seconds.
+    """The agent waits for a person. Answer with ``answer(question_id, ...)`` within ``timeout_s`` seconds.
 
-    For ``kind="approval"``, ``text`` is a command, and the answer must be one of ``choices``; without one in time, the
-    command is denied. For ``kind="clarify"``, any text is an answer, and ``choices`` are suggestions.
+    The id is unique in the conversation. For ``kind="approval"``, ``text`` is a command, and the answer must be one of
+    ``choices``; without one in time, the command is denied. For ``kind="clarify"``, any text is an answer, and
+    ``choices`` are suggestions.
     """
 
     question_id: Name
@@ -222,6 +273,11 @@ class TurnDone(TurnMessage, frozen=True):
     ``outcome`` is ``completed``, ``interrupted`` (by ``Cancel``; ``text`` is the reply so far) or ``partial`` (the
     agent stopped early; ``notice`` says why). ``committed`` marks this point in the history; it is opaque to all but
     the agent. ``usage`` holds the counts of this turn (``input_tokens``, ``output_tokens``, ...), if they are known.
+
+    ``kept`` tells whether the turn is in the history. If it is false although the turn was ``completed``, the history
+    could not be written (``notice`` says why), and only this worker's memory has the turn: see ``Flush``. An
+    ``interrupted`` turn is kept as ``Cancel`` demands. ``model`` names the model that answered. ``pending_steer`` is
+    the text of a ``Steer`` that came too late.
     """
 
     text: str
@@ -230,19 +286,57 @@ class TurnDone(TurnMessage, frozen=True):
     committed: Mark | None = None
     usage: dict[str, int] = {}
     notice: str | None = None
+    kept: bool = True
+    model: Name | None = None
+    pending_steer: str | None = None
 
 
 class TurnFailed(TurnMessage, frozen=True):
-    """The agent could not answer, and has removed the turn from its history. The worker lives on.
+    """The agent could not answer. The worker lives on.
 
     ``reason`` is a short word for programs (``rate_limit``, ``server_error``, ``frame_too_large``, ...), ``text`` is
-    the explanation for people.
+    the explanation for people. ``retryable`` is whether the same message may succeed with nothing fixed (``None``: what
+    the reason implies), and ``retry_after_s`` when, in seconds, where the provider says so.
+
+    The agent has removed the turn from its history, unless a tool may have acted in it: then the turn is ``kept``, and
+    the model is told that it failed. ``said`` is the reply so far. ``usage`` and ``model`` are those of ``TurnDone``.
     """
 
     reason: Name
     text: str
     session_id: Name | None = None
     committed: Mark | None = None
+    kept: bool = False
+    said: str = ""
+    usage: dict[str, int] = {}
+    model: Name | None = None
+    retryable: bool | None = None
+    retry_after_s: float | None = None
+
+
+class Flushed(Message, frozen=True):
+    """The history is as the agent has it, up to ``committed``; or it is not, and ``error`` says why."""
+
+    committed: Mark | None = None
+    error: str | None = None
+
+
+class PastTurn(Message, frozen=True):
+    """One turn of the history: what the user said, the reply, and the mark of the history after it."""
+
+    committed: Mark
+    text: str
+    reply: str
+    tools: list[Name] = []
+    at: float | None = None
+    """When the user's message was stored, in seconds since the epoch."""
+
+
+class TurnsRead(Message, frozen=True):
+    """The answer to ``ReadTurns``. ``error`` says why there is none: an unknown mark, or an agent without a history."""
+
+    turns: list[PastTurn] = []
+    error: str | None = None
 
 
 class Pong(Message, frozen=True):
@@ -325,7 +419,7 @@ class Reaped(Message, frozen=True):
     returncode: int
 
 
-ToWorker: TypeAlias = Open | Prepare | Turn | Cancel | Answer | Ping | Close
+ToWorker: TypeAlias = Open | Prepare | Turn | Cancel | Answer | Steer | Flush | ReadTurns | Ping | Close
 StartFrame: TypeAlias = Hello | Prepared | Opened
 """What a worker answers while it starts."""
 TurnEvent: TypeAlias = TextDelta | ReasoningDelta | ToolStarted | ToolFinished | Status | Question | SessionMoved
@@ -336,7 +430,9 @@ TurnFrame: TypeAlias = TurnEvent | TurnEnd
 """Every frame that belongs to one attempt of one turn."""
 BackgroundFrame: TypeAlias = BackgroundStarted | BackgroundFinished
 """News of work that outlasts its turn."""
-WorkerFrame: TypeAlias = StartFrame | BackgroundFrame | Pong | Imported | Closed
+HistoryFrame: TypeAlias = Flushed | TurnsRead
+"""What a worker answers about its history, between turns."""
+WorkerFrame: TypeAlias = StartFrame | BackgroundFrame | HistoryFrame | Pong | Imported | Closed
 """Every frame that belongs to no turn."""
 FromWorker: TypeAlias = TurnFrame | WorkerFrame
 ToZygote: TypeAlias = Preload | Fork
