@@ -98,16 +98,43 @@ class MessageTooLargeError(InvalidMessageError):
 class MessageQuarantinedError(HermesPoolError):
     """The same message has killed too many workers (``restarts.quarantine_after``). Other messages still work.
 
-    ``fingerprint`` identifies it, for ``release``; ``deaths`` is how many workers it has killed.
+    ``fingerprint`` identifies it, for ``release``; ``deaths`` is how many workers it has killed. After
+    ``retry_after_s`` seconds it is let in once more. It is not ``retryable``: a person should decide that.
     """
 
     code = "message_quarantined"
     http_status = 422
 
-    def __init__(self, message: str, *, fingerprint: str, deaths: int, conversation_id: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        fingerprint: str,
+        deaths: int,
+        retry_after_s: float | None = None,
+        conversation_id: str | None = None,
+    ) -> None:
         super().__init__(message, conversation_id=conversation_id)
+        self.retry_after_s = retry_after_s
         self.fingerprint = fingerprint
         self.deaths = deaths
+
+
+class TurnIdConflictError(HermesPoolError, ValueError):
+    """The host gave an id to a message that it had given to another one before. The conversation is unchanged."""
+
+    code = "turn_id_conflict"
+    http_status = 409
+
+    def __init__(self, message: str, *, turn_id: str, conversation_id: str | None = None) -> None:
+        super().__init__(message, conversation_id=conversation_id)
+        self.turn_id = turn_id
+
+
+class InvalidUseError(HermesPoolError, RuntimeError):
+    """A method was called where it makes no sense (``Turn.reply`` of a turn that was not entered): a bug in the host."""
+
+    code = "invalid_use"
 
 
 class PoolClosedError(HermesPoolError):
@@ -255,8 +282,6 @@ class PoolUnusableError(PoolUnavailableError, WorkerUnusableError):
 # --- a turn ended without a reply ------------------------------------------------------------------------------------
 
 
-_NEVER_REPEATED = 500
-"""The status of what must not be sent again: clients and proxies may repeat 502, 503 and 504 on their own."""
 _REPEATED = (502, 503, 504)
 
 
@@ -279,6 +304,8 @@ class TurnError(HermesPoolError):
     attempts: int = 1
     kept: bool = False
     model: str | None = None
+    _final_status: ClassVar[int] = 500
+    """The status of what must not be sent again: clients and proxies may repeat 502, 503 and 504 on their own."""
 
     def account_for(self, turn_id: str, account: TurnAccount) -> None:
         """Take over what is known about the turn, and withdraw the advice to send the message again if need be."""
@@ -288,7 +315,7 @@ class TurnError(HermesPoolError):
         if account.kept or account.may_have_acted:
             self.retryable, self.retry_after_s = False, None
             if self.http_status in _REPEATED:
-                self.http_status = _NEVER_REPEATED
+                self.http_status = self._final_status
 
 
 class AgentFailedError(TurnError):
@@ -383,10 +410,11 @@ class TurnCancelledError(TurnError):
     """The conversation was stopped, or the pool closed, while this turn ran or waited.
 
     ``sent`` is false if the turn had not begun. The error is ``retryable``, with status 503, if the turn had not begun,
-    or if the pool closed before a tool had started. Otherwise the status is 409.
+    or if the pool closed while no tool could have acted and nothing was kept. Otherwise the status is 409.
     """
 
     code = "turn_cancelled"
+    _final_status = 409
 
     def __init__(
         self, message: str, *, sent: bool = True, retryable: bool = False, conversation_id: str | None = None
@@ -395,10 +423,6 @@ class TurnCancelledError(TurnError):
         self.sent = sent
         self.retryable = retryable
         self.http_status = 503 if retryable else 409
-
-    def tool_may_have_acted(self) -> None:
-        """Withdraw the advice to send the message again: a tool has started after all."""
-        self.retryable, self.http_status = False, 409
 
 
 # --- the store -------------------------------------------------------------------------------------------------------

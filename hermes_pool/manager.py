@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from hermes_pool.control import messages, server
+from hermes_pool.conversation.active_turn import QuestionPolicy
+from hermes_pool.conversation.events import ConversationEvent, OpenQuestion
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.saver import Saver
 from hermes_pool.conversation.services import SessionServices
@@ -26,7 +28,7 @@ from hermes_pool.process.factory import WorkerFactory
 from hermes_pool.scheduling.admission import Admission, Occupant
 from hermes_pool.scheduling.monitor import Monitor
 from hermes_pool.scheduling.pool_state import Drained, PoolState
-from hermes_pool.settings import PoolSettings, SessionKey
+from hermes_pool.settings import OnCancel, PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot, SessionSnapshot
 from hermes_pool.system import processes
 from hermes_pool.system.log import logger
@@ -60,6 +62,10 @@ class HermesSessionManager:
     It belongs to the event loop in which it was entered. ``store`` holds the session metadata: by default in a database
     of the pool's own (``PoolSettings.database_url``); pass a store over your own table to keep it next to your data.
     ``on_background`` is called in the loop when background work of an agent has ended; what it raises is logged.
+
+    ``on_question`` answers the agents' questions in the place of a person: it gets the key and the ``Question``, and
+    returns the answer, or ``None`` to leave it to those who watch; it may be a coroutine function. A question that
+    nobody can see is denied at once, or the agent is told to decide for itself.
     """
 
     def __init__(
@@ -68,10 +74,12 @@ class HermesSessionManager:
         *,
         store: "ConversationStore | None" = None,
         on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None = None,
+        on_question: QuestionPolicy | None = None,
     ) -> None:
         self.settings = settings or PoolSettings()
         self._given_store = store
         self._on_background = on_background
+        self._on_question = on_question
         self._sessions: dict[SessionKey, Session] = {}
         self._by_id: dict[str, Session] = {}  # those without a user: a known id needs no check and no key
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -113,6 +121,7 @@ class HermesSessionManager:
             saver=self._saver,
             in_background=self._in_background,
             on_background=self._on_background,
+            on_question=self._on_question,
             turn_ids=map(f"{secrets.token_hex(4)}-{{}}".format, count(1)),
             reports=self._reports,
             sampler=self._sampler,
@@ -181,31 +190,146 @@ class HermesSessionManager:
 
     # --- talking ---
 
-    async def send(self, conversation: str | SessionKey, text: str) -> Reply:
+    async def send(
+        self,
+        conversation: str | SessionKey,
+        text: str,
+        *,
+        turn_id: str | None = None,
+        on_cancel: OnCancel | None = None,
+        on_question: QuestionPolicy | None = None,
+    ) -> Reply:
         """Send a message and return the reply. If need be, a worker is started, and a dead one is replaced.
 
-        Cancelling the caller cancels the turn. Raises the errors of ``hermes_pool.errors``: ``InvalidKeyError``,
-        ``InvalidMessageError`` and its subclass ``MessageTooLargeError``, ``MessageQuarantinedError``,
-        ``PoolClosedError`` and its subclass ``PoolDrainingError``, ``PoolPausedError``, ``ConversationBusyError``,
-        ``PoolFullError``, ``RestartBackoffError``, ``WorkerStartError`` and its subclasses, ``StoreError`` (only if it
-        is unknown whether there is a session to resume), and ``TurnError`` and its subclasses.
+        Cancelling the caller cancels the turn. Nobody sees the events, so a question is answered by ``on_question`` or
+        by nobody. The other arguments are those of ``start``. Raises the errors of ``hermes_pool.errors``:
+        ``InvalidKeyError``, ``InvalidMessageError`` and its subclass ``MessageTooLargeError``, ``TurnIdConflictError``,
+        ``MessageQuarantinedError``, ``PoolClosedError`` and its subclass ``PoolDrainingError``, ``PoolPausedError``,
+        ``ConversationBusyError``, ``PoolFullError``, ``RestartBackoffError``, ``WorkerStartError`` and its subclasses,
+        ``StoreError`` (only if it is unknown whether there is a session to resume), and ``TurnError`` and its
+        subclasses.
         """
         session = self._session(conversation)
-        turn = session.new_turn(text, streams=False)
-        await session.begin(turn)
+        turn = session.new_turn(text, "send", turn_id=turn_id, on_cancel=on_cancel, on_question=on_question)
+        if turn.outcome is None and not turn.is_on_its_way:
+            session.start(turn)
+            owns = True
+        else:
+            owns = False
         try:
             outcome = await turn.settled()
         except asyncio.CancelledError:
-            session.cancel(turn)
+            if owns:
+                session.cancel(turn)
             raise
         if isinstance(outcome, Reply):
             return outcome
         raise outcome
 
-    def turn(self, conversation: str | SessionKey, text: str) -> Turn:
-        """Return the turn for a message, to enter with ``async with``: see ``Turn``. Raises the errors of ``send``."""
+    def turn(
+        self,
+        conversation: str | SessionKey,
+        text: str,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        on_cancel: OnCancel | None = None,
+        on_question: QuestionPolicy | None = None,
+    ) -> Turn:
+        """Return the turn for a message, to enter with ``async with``: see ``Turn``. Raises the errors of ``send``.
+
+        The other arguments are those of ``start``.
+        """
         session = self._session(conversation)
-        return Turn(session, session.new_turn(text))
+        return Turn(
+            session, session.new_turn(text, "turn", metadata=metadata, on_cancel=on_cancel, on_question=on_question)
+        )
+
+    async def start(
+        self,
+        conversation: str | SessionKey,
+        text: str,
+        *,
+        turn_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        on_cancel: OnCancel | None = None,
+        on_question: QuestionPolicy | None = None,
+    ) -> Turn:
+        """Send a message, and return its turn as soon as it is accepted. It goes on whatever becomes of the caller.
+
+        ``turn_id`` is the client's own id of the message, 1 to 128 characters. The same id again is the same turn, not
+        a second one: a double click, a request that is repeated, a page that connects again. ``metadata`` is shown with
+        the turn and means nothing to the pool. ``on_cancel`` ("keep" or "discard") and ``on_question`` replace those of
+        the pool for this turn.
+
+        Raises the errors of ``send`` that refuse a message at once, ``TurnIdConflictError`` among them. What goes wrong
+        later is the outcome of the turn.
+        """
+        session = self._session(conversation)
+        turn = session.new_turn(
+            text, "start", turn_id=turn_id, metadata=metadata, on_cancel=on_cancel, on_question=on_question
+        )
+        if turn.outcome is None and not turn.is_on_its_way:
+            session.start(turn)
+        return Turn(session, turn, begun=True)
+
+    async def events(
+        self, conversation: str | SessionKey, *, after: int | None = None
+    ) -> AsyncIterator[tuple[int, ConversationEvent]]:
+        """Watch a conversation: yield ``(seq, event)`` of all its turns, until the pool closes.
+
+        Any number of watchers may come and go. ``seq`` grows by one from event to event; ``after`` is the last one that
+        the watcher has seen. Without it, the first events are those of the running turn. The latest events are kept, a
+        bounded number of them; if some that were asked for are gone, ``EventsMissed`` says so, and brings the running
+        turn as it stands. A watcher never slows the worker down, and never ends a turn. Raises ``InvalidKeyError`` and
+        ``PoolClosedError``.
+        """
+        self._refuse_unless_open()
+        watching = self._find_or_make(_key(conversation)).log.watch(after)
+        try:
+            async for seq, event in watching:
+                yield seq, event
+        finally:
+            await watching.aclose()
+
+    def turn_of(self, conversation: str | SessionKey) -> Turn | None:
+        """Return the turn that the conversation is at; ``None`` if there is none."""
+        session = self._sessions.get(_key(conversation))
+        return None if session is None or session.turn is None else Turn(session, session.turn, begun=True)
+
+    def waiting(self, conversation: str | SessionKey) -> list[Turn]:
+        """Return the turns that wait for that one, the next one first. ``cancel`` takes one out of the line."""
+        session = self._sessions.get(_key(conversation))
+        return [] if session is None else [Turn(session, turn, begun=True) for turn in session.turns_waiting]
+
+    def questions(self, conversation: str | SessionKey | None = None) -> list[OpenQuestion]:
+        """Return the questions that wait for an answer: those of one conversation, or of all."""
+        if conversation is None:
+            sessions = list(self._sessions.values())
+        else:
+            sessions = [session for session in [self._sessions.get(_key(conversation))] if session is not None]
+        return [question for session in sessions for question in session.questions()]
+
+    async def answer(self, conversation: str | SessionKey, question_id: str, text: str) -> bool:
+        """Answer a question; return whether it was still open."""
+        session = self._sessions.get(_key(conversation))
+        turn = None if session is None else session.turn
+        return turn is not None and session is not None and session.answer(turn, question_id, text)
+
+    async def steer(self, conversation: str | SessionKey, text: str) -> bool:
+        """Say something to the agent while it works on its turn: see ``Turn.steer``."""
+        turn = self.turn_of(conversation)
+        return turn is not None and await turn.steer(text)
+
+    async def cancel(self, conversation: str | SessionKey, turn_id: str | None = None) -> Reply | None:
+        """Cancel a turn that runs or waits, and wait for its end: see ``Turn.cancel``. Without an id, the running one.
+
+        Return the reply so far; ``None`` if there is no such turn, or if it ended with an error.
+        """
+        session = self._sessions.get(_key(conversation))
+        if session is None:
+            return None
+        turn = session.turn if turn_id is None else session.find(turn_id)
+        return None if turn is None else await Turn(session, turn, begun=True).cancel()
 
     async def stop(self, conversation: str | SessionKey) -> Stopped | None:
         """Stop the worker of a conversation. The next message starts another one and resumes the session.
@@ -327,13 +451,16 @@ class HermesSessionManager:
             self._admission.refuse_new()
         session = self._by_id.get(conversation) if type(conversation) is str else None
         if session is None:
-            key = _key(conversation)
-            session = self._sessions.get(key)
-            if session is None:
-                session = self._sessions[key] = Session(key, self._services)
-                self._forget_some()
-            if key.user_id is None:
-                self._by_id[key.conversation_id] = session
+            session = self._find_or_make(_key(conversation))
+        return session
+
+    def _find_or_make(self, key: SessionKey) -> Session:
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(key, self._services)
+            self._forget_some()
+        if key.user_id is None:
+            self._by_id[key.conversation_id] = session
         return session
 
     def _forget_some(self) -> None:

@@ -21,6 +21,9 @@ if sys.platform == "win32":
 else:
     import resource
 
+OnCancel = Literal["keep", "discard"]
+"""What happens to the history of a turn that is cancelled, stopped, or ended by a time limit."""
+
 ID_CHARS_MAX = 512
 """Longest conversation or user id. Ids are names (a UUID has 36 characters); a megabyte of one is a mistake."""
 
@@ -179,6 +182,10 @@ class Timeouts(_Checked):
     as the agent allows, which with Hermes is ``approvals.timeout`` of its configuration."""
     wait_s: PositiveFloat = 600.0
     """Longest wait in the queue for a conversation, or for a worker where ``workers_max`` is reached."""
+    unwatched_s: PositiveFloat | None = None
+    """A turn that was begun with ``start`` is cancelled once nobody has watched it for so long. ``None``: it goes on."""
+    drain_s: NonNegativeFloat = 0.0
+    """How long a closing pool lets running and waiting turns come to their ends before it stops what is left."""
     idle_s: PositiveFloat = 900.0
     """A worker without a turn for this long is stopped, after its metadata has been saved."""
     background_s: NonNegativeFloat = 3600.0
@@ -228,7 +235,10 @@ class RestartPolicy(_Checked):
     """The first back-off, in seconds. Each further one is twice as long, up to a minute, until a turn is completed.
     Jitter shortens it by up to half."""
     quarantine_after: NonNegativeInt = 2
-    """A message that has ended this many workers is not sent again; 0: it always is."""
+    """A message that has ended this many workers is not sent again for a while; 0: it always is."""
+    quarantine_s: PositiveFloat = 60.0
+    """For how long, in seconds. Then it is let in once more. If that ends another worker it is refused for twice as
+    long, up to an hour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +374,13 @@ class PoolSettings(_Checked):
         Literal["until_tool", "always", "never"], Meta(description="one of until_tool, always and never")
     ] = "until_tool"
     """Whether a turn whose worker died is run again: only while no tool has started, always, or never."""
+    safe_tools: Annotated[tuple[str, ...], Meta(description="a tuple of names of tools (one of them is (name,))")] = ()
+    """Tools that may be used twice without harm, such as one that only reads. A turn that has used no other one may run
+    again, and its error may be ``retryable``."""
+    on_cancel: Annotated[OnCancel, Meta(description="one of keep and discard")] = "keep"
+    """What happens to the history of a turn that is cancelled, stopped, or ended by a time limit. ``keep``: what a
+    person has seen of it stays, and the model is told that it ended there; if nothing was seen, no trace stays.
+    ``discard``: no trace stays. A turn can be given its own."""
     frame_bytes_max: Annotated[
         int,
         Meta(

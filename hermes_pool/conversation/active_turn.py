@@ -6,14 +6,18 @@ settles it exactly once. So a caller that is slow, gone or cancelled can block n
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Literal
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from hermes_pool.account import ToolUse, TurnAccount
+from hermes_pool.conversation.event_log import EventLog
+from hermes_pool.conversation.events import TurnEnded, TurnSnapshot, TurnStarted
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.errors import HermesPoolError
 from hermes_pool.lifecycle import TURN, TurnChange, TurnState
+from hermes_pool.settings import OnCancel, SessionKey
 from hermes_pool_worker import wire
 
 CALLS_KEPT = 1000
@@ -22,19 +26,27 @@ EVENTS_WAITING_MAX = 1024
 """How many events may wait for a slow consumer. At this number the pool stops reading, which slows the worker down."""
 EVENT_BYTES_WAITING_MAX = 4 * 1024 * 1024
 """How many bytes those events may hold, approximately."""
+SAID_CHARS_MAX = 1024 * 1024
+"""How much of the reply so far, and of the reasoning, is kept while the turn runs. What comes after that is not."""
 _QUEUED, _SETTLED = TurnState.QUEUED, TurnChange.SETTLED  # looked up once: every turn uses them
 
 Ending = HermesPoolError | Literal["cancelled"]
 """Why a turn was to end before its reply. An error is what its caller gets."""
+QuestionPolicy: TypeAlias = Callable[[SessionKey, wire.Question], "str | Awaitable[str | None] | None"]
+"""Answers a question in the place of a person; ``None`` leaves it to those who watch."""
+Face: TypeAlias = Literal["send", "turn", "start"]
+"""By which verb of the manager a message came: it decides who can see its events, and who can answer its questions."""
 
 
 class ActiveTurn:
     """One message on its way to a reply. It is also the stream of its events."""
 
     __slots__ = (
-        "_bytes_waiting", "_drained", "_events", "_waiters", "attempt", "began_at", "deaths",
-        "ending", "heard_at", "lags", "last_event", "outcome", "questions_open", "state", "streams", "text",
-        "tools_open", "tools_started", "turn_id",
+        "_bytes_waiting", "_drained", "_events", "_left", "_log", "_on_settled", "_reasoned", "_reasoned_chars",
+        "_said", "_said_chars", "_safe_tools", "_tool_at", "_waiters", "attempt", "began_at", "beginning", "deaths",
+        "end", "ending", "face", "heard_at", "is_clients", "kept", "lags", "last_event", "metadata", "on_cancel",
+        "on_question", "outcome", "questions", "questions_open", "started_seq", "state", "streams", "text", "tools", "tools_open",
+        "turn_id",
     )  # fmt: skip
 
     def __init__(
@@ -42,21 +54,41 @@ class ActiveTurn:
         turn_id: str,
         text: str,
         *,
+        log: EventLog,
         drained: Callable[["ActiveTurn"], None],
-        streams: bool = True,
+        left: Callable[["ActiveTurn"], None],
+        on_settled: Callable[["ActiveTurn"], None],
+        face: Face = "turn",
+        is_clients: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        on_cancel: OnCancel = "keep",
+        on_question: QuestionPolicy | None = None,
+        safe_tools: frozenset[str] = frozenset(),
     ) -> None:
         self.turn_id = turn_id
         self.text = text
-        self.streams = streams
-        """Whether the caller wants the events."""
+        self.face = face
+        self.is_clients = is_clients
+        """Whether the host chose the id, so that it may come again."""
+        self.metadata = metadata or {}
+        self.on_cancel = on_cancel
+        self.on_question = on_question
+        self.streams = face != "send" or log.watchers > 0
+        """Whether anybody wants the events. Decided again when it begins."""
         self.state = _QUEUED
+        self.started_seq: int | None = None
+        """The number of the event before its first one, among those of the conversation; ``None``: it has none."""
+        self.beginning: asyncio.Task[None] | None = None
+        """The task that brings it to a worker, if it has to wait."""
         self.attempt = 1
         self.deaths = 0
         """How many workers have died with it."""
-        self.tools_started: list[str] = []
-        """The names of its tools over all attempts, in the order in which they started."""
+        self.tools: list[ToolUse] = []
+        """Its uses of tools over all attempts, in the order in which they started."""
         self.tools_open: dict[str, str] = {}
         """The names of the running tools, by call id."""
+        self.questions: dict[str, wire.Question] = {}
+        """The open questions, by their ids."""
         self.questions_open: dict[str, float] = {}
         """For each open question id, when the worker stops waiting for the answer, on the loop's clock."""
         self.began_at = 0.0
@@ -66,53 +98,179 @@ class ActiveTurn:
         self.last_event: str | None = None
         """The type of the last event from its worker."""
         self.ending: Ending | None = None
+        self.end: wire.TurnEnd | None = None
+        """The last frame from its worker, if there was one."""
+        self.kept = False
+        """Whether it is in the history, as far as known once it has ended."""
         self.outcome: Reply | HermesPoolError | None = None
         """How it ended; ``None`` until then."""
         self.lags = False
         """Whether too many events wait: nothing more is read from the worker until they are consumed."""
+        self._log = log
         self._drained = drained
-        self._events: deque[wire.TurnEvent] | None = deque() if streams else None
+        self._left = left
+        self._on_settled = on_settled
+        self._safe_tools = safe_tools
+        self._tool_at: dict[str, int] = {}
+        self._said: list[str] = []
+        self._said_chars = 0
+        self._reasoned: list[str] = []
+        self._reasoned_chars = 0
+        self._events: deque[wire.TurnEvent] | None = deque() if face == "turn" else None
         self._bytes_waiting = 0
         self._waiters: tuple[asyncio.Future[None], ...] = ()
 
     # --- the session's side ---
 
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether it was started, and has not settled."""
+        return self.outcome is None and (self.beginning is not None or self.state is not _QUEUED)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether its caller reads its events."""
+        return self._events is not None
+
+    @property
+    def said(self) -> str:
+        """The reply so far, in this attempt."""
+        return "".join(self._said)
+
+    @property
+    def may_have_acted(self) -> bool:
+        """Whether a tool was used that is not named safe."""
+        return any(tool.may_have_acted for tool in self.tools)
+
+    @property
+    def was_seen(self) -> bool:
+        """Whether anybody can have seen anything of it: a piece of the reply, or a tool."""
+        return bool(self._said or self.tools)
+
+    def started(self) -> None:
+        """Tell those who watch the conversation that the turn has begun."""
+        self.streams = self.streams or self._log.watchers > 0
+        self.started_seq = self._log.last_seq
+        self._log.turn_started(TurnStarted(turn_id=self.turn_id, text=self.text, metadata=self.metadata))
+
     def push(self, event: wire.TurnEvent) -> None:
-        """Queue an event for the caller, if the caller still listens."""
+        """Tell an event to those who watch the conversation, and to the caller, if the caller still listens."""
+        kind = type(event)
+        if kind is wire.TextDelta:
+            text: str = event.text  # type: ignore[union-attr]  # as for every piece of text
+            if self._said_chars < SAID_CHARS_MAX:
+                self._said.append(text)
+                self._said_chars += len(text)
+            size = len(text)
+        else:
+            if kind is wire.ReasoningDelta and self._reasoned_chars < SAID_CHARS_MAX:
+                self._reasoned.append(event.text)  # type: ignore[union-attr]
+                self._reasoned_chars += len(event.text)  # type: ignore[union-attr]
+            size = _size(event)
+        self._log.append(event, size)
         events = self._events
-        if events is None:
-            return
-        events.append(event)
-        self._bytes_waiting += len(event.text) if type(event) is wire.TextDelta else _size(event)
-        if len(events) >= EVENTS_WAITING_MAX or self._bytes_waiting >= EVENT_BYTES_WAITING_MAX:
-            self.lags = True
-        if self._waiters:
-            self._wake()
+        if events is not None:
+            events.append(event)
+            self._bytes_waiting += size
+            if len(events) >= EVENTS_WAITING_MAX or self._bytes_waiting >= EVENT_BYTES_WAITING_MAX:
+                self.lags = True
+            if self._waiters:
+                self._wake()
 
-    def tool_started(self, call_id: str, name: str) -> None:
+    def tool_started(self, frame: wire.ToolStarted) -> None:
         """Record a tool. From here on the turn may have had effects."""
-        if len(self.tools_started) < CALLS_KEPT:
-            self.tools_started.append(name)
+        if len(self.tools) < CALLS_KEPT:
+            self._tool_at[frame.call_id] = len(self.tools)
+            self.tools.append(
+                ToolUse(name=frame.name, arguments=frame.arguments, may_have_acted=frame.name not in self._safe_tools)
+            )
         if len(self.tools_open) < CALLS_KEPT:
-            self.tools_open[call_id] = name
+            self.tools_open[frame.call_id] = frame.name
 
-    def asked(self, question_id: str, until: float) -> None:
+    def tool_finished(self, frame: wire.ToolFinished) -> None:
+        """Record that a tool has ended."""
+        self.tools_open.pop(frame.call_id, None)
+        at = self._tool_at.pop(frame.call_id, None)
+        if at is not None:
+            self.tools[at] = msgspec.structs.replace(self.tools[at], finished=True, ok=frame.ok)
+
+    def acted(self, names: list[str]) -> None:
+        """Record tools that the history shows, if they were not reported when they started."""
+        known = [tool.name for tool in self.tools]
+        for name in names[:CALLS_KEPT]:
+            if name in known:
+                known.remove(name)
+            else:
+                self.tools.append(ToolUse(name=name, may_have_acted=name not in self._safe_tools))
+
+    def asked(self, question: wire.Question, until: float) -> None:
         """Record a question that waits for its answer until ``until``, on the loop's clock."""
         if len(self.questions_open) < CALLS_KEPT:
-            self.questions_open[question_id] = until
+            self.questions[question.question_id] = question
+            self.questions_open[question.question_id] = until
+
+    def answered(self, question_id: str) -> bool:
+        """Forget a question; return whether it was open."""
+        self.questions_open.pop(question_id, None)
+        return self.questions.pop(question_id, None) is not None
 
     def worker_died(self) -> None:
         """Count the death, and forget what ended with the worker."""
         self.deaths += 1
-        self.tools_open.clear()
-        self.questions_open.clear()
+        self._forget_open()
+
+    def runs_again(self) -> None:
+        """Begin another attempt: its reply starts from the beginning."""
+        self.attempt += 1
+        self._said, self._said_chars = [], 0
+        self._reasoned, self._reasoned_chars = [], 0
+
+    def account(self) -> TurnAccount:
+        """Return what is known about the turn."""
+        end = self.end
+        if isinstance(end, wire.TurnDone):
+            said = end.text
+        else:
+            said = self.said if end is None or not end.said else end.said
+        return TurnAccount(
+            tools=tuple(self.tools),
+            text=said,
+            usage={} if end is None else end.usage,
+            attempts=self.attempt if self.began_at else 0,
+            kept=self.kept,
+            model=None if end is None else end.model,
+        )
+
+    def snapshot(self) -> TurnSnapshot:
+        """Return the running turn as it stands."""
+        return TurnSnapshot(
+            turn_id=self.turn_id,
+            attempt=self.attempt,
+            text=self.text,
+            said=self.said,
+            reasoning="".join(self._reasoned),
+            tools=tuple(self.tools),
+            questions=tuple(self.questions.values()),
+            metadata=self.metadata,
+        )
 
     def settle(self, outcome: Reply | HermesPoolError) -> None:
         """End the turn with its outcome, once and for good."""
         self.state = TURN[self.state][_SETTLED]
         self.outcome = outcome
+        if self.tools_open or self.questions_open:
+            self._forget_open()
+        if self.started_seq is not None:
+            self._log.turn_ended(TurnEnded(turn_id=self.turn_id, outcome=outcome))
+        if self.is_clients:
+            self._on_settled(self)
         if self._waiters:
             self._wake()
+
+    def _forget_open(self) -> None:
+        self.tools_open.clear()
+        self.questions_open.clear()
+        self.questions.clear()
 
     # --- the caller's side ---
 
@@ -130,22 +288,37 @@ class ActiveTurn:
                     self._consumed()
                 return event
             if self.outcome is not None:
+                self._events = None
                 break
             await self._change()
         raise StopAsyncIteration
 
     async def settled(self) -> Reply | HermesPoolError:
         """Wait for the outcome and return it. Unread events are dropped."""
-        self._events = None
-        if self.lags:
-            self._consumed()
+        self.drop_events()
         while self.outcome is None:
             await self._change()
         return self.outcome
 
+    async def begun(self) -> None:
+        """Wait until a worker has the turn, or it has settled."""
+        while self.outcome is None and not self.began_at:
+            await self._change()
+
+    def handed_over(self, now: float) -> None:
+        """Record that a worker was given the turn."""
+        self.heard_at = now
+        if not self.began_at:
+            self.began_at = now
+            if self._waiters:
+                self._wake()
+
     def drop_events(self) -> None:
         """Stop listening."""
-        self._events = None
+        if self._events is not None:
+            self._events = None
+            if self.questions:
+                self._left(self)
         if self.lags:
             self._consumed()
 

@@ -63,7 +63,7 @@ def died_with(
         "report": report,
     }
     if decision is Decision.INTERRUPT:
-        names = list(dict.fromkeys(turn.tools_started))
+        names = list(dict.fromkeys(tool.name for tool in turn.tools if tool.may_have_acted))
         tools = ", ".join(names[:TOOLS_NAMED]) + (", ..." if len(names) > TOOLS_NAMED else "")
         return TurnInterruptedError(
             f"the worker {report.exit} after a tool had started ({tools}). The tool may have acted, so the "

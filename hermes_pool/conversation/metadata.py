@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # SQLAlchemy takes longer to import than everything else toge
     from hermes_pool.storage.store import ConversationStore
 
 Status = Literal["healthy", "dormant", "failed"]
+_UNWRITTEN = "the history could not be written: "
 
 
 class SessionMetadata:
@@ -52,6 +53,14 @@ class SessionMetadata:
         """The turn that the next worker may find unfinished in the history, since the last worker died in it."""
         self.given_up = False
         """Whether ``unfinished`` has been reported as failed, so that its reply is no longer wanted."""
+        self.left_keep = False
+        """Whether ``unfinished``, given up, is to stay in the history, up to where it was seen."""
+        self.left_said = ""
+        """What was seen of its reply."""
+        self.left_why = ""
+        """Why it ended."""
+        self.unwritten: str | None = None
+        """Why the last completed turn is in the worker's memory only; ``None`` if the history has it."""
         self.unsaved = False
         """Whether anything has changed since the last save."""
         self.save_error: StoreError | None = None
@@ -92,16 +101,31 @@ class SessionMetadata:
         """Record that the worker died: ``error`` if that was unexpected, ``unfinished`` if it had a turn."""
         self._status, self.worker = "dormant", None
         self.last_error = error or self.last_error
+        self.unwritten = None  # it went with the worker
         if unfinished is not None:
-            self.unfinished, self.given_up = unfinished, False
+            self.turn_left(unfinished, keep=False, said="", why="")
+            self.given_up = False
 
     def replacements_spent(self) -> None:
         """Record that a turn has lost more workers than may be replaced for it."""
         self._status = "failed"
 
-    def turn_left(self, unfinished: wire.Turn | None) -> None:
-        """Record that a turn ended without a worker. The next worker removes ``unfinished`` from the history."""
+    def turn_left(self, unfinished: wire.Turn | None, *, keep: bool, said: str, why: str) -> None:
+        """Record that a turn ended without a worker. The next worker removes ``unfinished`` from the history.
+
+        If ``keep`` is true, it stays up to where it was seen: ``said`` is what was seen, ``why`` why it ended.
+        """
         self.unfinished, self.given_up = unfinished, unfinished is not None
+        self.left_keep, self.left_said, self.left_why = keep, said, why
+
+    def history_written(self, error: str | None) -> None:
+        """Record whether the history has the last completed turn; ``error`` says why it has not."""
+        if error is None and self.unwritten is not None and self.last_error == _UNWRITTEN + self.unwritten:
+            self.last_error = None
+        self.unwritten = error
+        if error is not None:
+            self.last_error = _UNWRITTEN + error
+            self.save_soon()
 
     def moved(self, session_id: str) -> None:
         """Record that the agent continues under another session id."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hermes_pool.conversation.active_turn import QuestionPolicy
 from hermes_pool.conversation.saver import Saver
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.process.factory import WorkerFactory
@@ -35,5 +36,7 @@ class SessionServices:
     turn_ids: Iterator[str]
     on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None
     """The host's callback for background work that has ended."""
+    on_question: QuestionPolicy | None
+    """The host's policy for questions."""
     reports: deque[DeathReport]
     """The latest unexpected deaths."""

@@ -5,12 +5,18 @@ a caller that leaves early cannot let the next message in too soon.
 """
 
 import asyncio
-from typing import Literal, assert_never
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Literal, assert_never
 
-from hermes_pool.conversation.active_turn import ActiveTurn, Ending
+from hermes_pool.conversation.active_turn import ActiveTurn, Ending, Face, QuestionPolicy
 from hermes_pool.conversation.background_jobs import summary_of
 from hermes_pool.conversation.crashes import died_with
 from hermes_pool.conversation.deadlines import Limit, TurnDeadlines
+from hermes_pool.conversation.event_log import EventLog
+from hermes_pool.conversation.events import OpenQuestion, TurnSnapshot
+from hermes_pool.conversation.line import Line
 from hermes_pool.conversation.metadata import SessionMetadata
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.services import SessionServices
@@ -24,22 +30,30 @@ from hermes_pool.errors import (
     MessageTooLargeError,
     RestartBackoffError,
     TurnCancelledError,
+    TurnError,
+    TurnIdConflictError,
     TurnTimeoutError,
     WorkerStartError,
 )
 from hermes_pool.lifecycle import TURN, TurnChange, TurnState, WorkerState
-from hermes_pool.policy import recovery
+from hermes_pool.policy import failures, recovery
 from hermes_pool.policy.quarantine import Quarantine
 from hermes_pool.policy.recovery import Decision, Replacement, TurnFacts
 from hermes_pool.process.death import Stopped
 from hermes_pool.process.factory import LAUNCHES_MAX
 from hermes_pool.scheduling.pool_state import PoolState
-from hermes_pool.settings import SessionKey
+from hermes_pool.settings import OnCancel, SessionKey
 from hermes_pool.snapshot import SessionSnapshot
 from hermes_pool_worker import wire
 
 CHECK_FROZEN_AFTER_S = 0.5
 """A worker that was idle for this long is checked before it gets a turn: a signal may have stopped it."""
+WATCHER_GRACE_S = 10.0
+"""For how long a question waits for a watcher if none is there, in seconds: a page that is loaded again comes back."""
+TURN_ID_CHARS_MAX = 128
+"""Longest id that a host may give to a turn."""
+TURNS_REMEMBERED = 64
+"""How many turns that have ended are remembered by the ids that the host gave them, for each conversation."""
 # Looked up once: in CPython 3.11 a member of an enumeration costs ten times as much as a global name, and these are on
 # the path of every turn or frame.
 _IDLE = WorkerState.IDLE
@@ -55,8 +69,6 @@ class Session:
     def __init__(self, key: SessionKey, services: SessionServices) -> None:
         self.key = key
         self._id = key.conversation_id
-        self.waiting = 0
-        """How many messages wait for the conversation."""
         self._services = services
         self._settings = services.settings
         self._loop = asyncio.get_running_loop()
@@ -78,10 +90,19 @@ class Session:
             on_ready=self._worker_ready,
             on_death=self._worker_died,
         )
-        self.quarantine = Quarantine(services.settings.restarts, conversation_id=self._id)
-        self._lock = asyncio.Lock()
+        self.quarantine = Quarantine(services.settings.restarts, self._loop.time, conversation_id=self._id)
+        self.log = EventLog(self._snapshot)
+        """What those who watch the conversation see."""
+        self.log.watched = self._watchers_changed
+        self._line = Line()
         self._begun: ActiveTurn | None = None
-        """The turn that holds the lock, until it settles."""
+        """The turn that has the conversation, until it settles."""
+        self._safe_tools = frozenset(services.settings.safe_tools)
+        self._ended: OrderedDict[str, ActiveTurn] = OrderedDict()
+        """The latest turns that have ended, by the ids that the host gave them."""
+        self._named: dict[str, ActiveTurn] = {}
+        """The turns that have not ended, by their ids, where the host gave those."""
+        self._unwatched_since = self._loop.time()
         self._deadlines = TurnDeadlines(services.settings.timeouts, self._over_limit)
         self._notice: str | None = None
         """What the next reply has to report."""
@@ -99,14 +120,19 @@ class Session:
         return self.slot.turn is not None
 
     @property
+    def waiting(self) -> int:
+        """How many messages wait for the conversation."""
+        return len(self._line)
+
+    @property
     def is_inactive(self) -> bool:
-        """Whether nothing at all is going on: no process, no caller."""
-        return self.slot.is_empty and not self._lock.locked()
+        """Whether nothing at all is going on: no process, no caller, no watcher."""
+        return self.slot.is_empty and not self._line.is_held and not self.log.watchers
 
     @property
     def is_ready(self) -> bool:
         """Whether the worker is ready for a turn; it may have background work."""
-        return self.state is WorkerState.IDLE and not self._lock.locked()
+        return self.state is WorkerState.IDLE and not self._line.is_held
 
     def idle_s(self) -> float | None:
         """Return how long the worker has had nothing to do, in seconds; ``None`` if it is busy or there is none.
@@ -158,9 +184,8 @@ class Session:
         ``room_is_needed``, a session that can never be stored is stopped too; its metadata stays in memory. Background
         work keeps the worker for ``timeouts.background_s``; then it is abandoned, and ``last_error`` says so.
         """
-        if self._lock.locked() or self.waiting:
+        if not self._line.take():
             return False
-        await self._lock.acquire()
         slot, metadata = self.slot, self.metadata
         try:
             if self.state is not WorkerState.IDLE or self._loop.time() - slot.jobs.idle_since < idle_at_least_s:
@@ -172,6 +197,8 @@ class Session:
                 slot.jobs.still_working()
                 return False
             abandoned = f"background work was abandoned (timeouts.background_s): {summary_of(left)}" if left else None
+            if not await self._history_is_written() and not room_is_needed:
+                return False  # this worker has the only copy; the next sweep tries again
             saved = await metadata.save("dormant", error=abandoned)
             if not saved and not (room_is_needed and metadata.never_storable):
                 return False  # never stopped before it is saved; the next sweep tries again
@@ -189,16 +216,18 @@ class Session:
     async def stop(self, reason: str, *, retryable: bool = False) -> Stopped | None:
         """Stop the worker, whatever it is doing, after saving the metadata if the store answers.
 
-        A running turn ends with a ``TurnCancelledError``; if ``retryable``, so is the error, unless a tool had started.
-        Return how the worker was stopped, or ``None`` if there was none.
+        A running turn ends with a ``TurnCancelledError``; if ``retryable``, so is the error, unless a tool may have
+        acted or the turn was kept. Return how the worker was stopped, or ``None`` if there was none.
         """
         await self.slot.stop_filling()
         turn = self.slot.turn
         if turn is not None:
-            error = TurnCancelledError(
-                f"stopped ({reason})", conversation_id=self._id, retryable=retryable and not turn.tools_started
-            )
-            self.cancel(turn, error)
+            self.cancel(turn, TurnCancelledError(f"stopped ({reason})", conversation_id=self._id, retryable=retryable))
+        elif self._line.take():
+            try:
+                await self._history_is_written()
+            finally:
+                self._release()
         await self.metadata.save("dormant" if self.slot.connection is not None else None)
         return await self.slot.stop(reason)
 
@@ -206,39 +235,131 @@ class Session:
         """Stop for good. The pool is closed, so no message gets in any more."""
         stopped = await self.stop("the pool is closing", retryable=True)
         self._deadlines.stop()
+        self.log.close()
         return stopped
 
     # --- what callers ask ---
 
-    def new_turn(self, text: str, *, streams: bool = True) -> ActiveTurn:
-        """Return a turn that has not begun."""
+    def new_turn(
+        self,
+        text: str,
+        face: Face = "turn",
+        *,
+        turn_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        on_cancel: OnCancel | None = None,
+        on_question: QuestionPolicy | None = None,
+    ) -> ActiveTurn:
+        """Return a turn that has not begun; with the ``turn_id`` of an earlier one, that one.
+
+        Raises ``InvalidMessageError`` for a text or an id that cannot be one, and ``TurnIdConflictError`` for an id
+        that had another text.
+        """
         if not isinstance(text, str):
             raise InvalidMessageError(f"a message must be a str, not {type(text).__name__}", conversation_id=self._id)
+        if turn_id is not None:
+            known = self._known(turn_id)
+            if known is not None:
+                if known.text != text:
+                    raise TurnIdConflictError(
+                        f"the turn id {turn_id!r} belongs to another message: give each message an id of its own",
+                        turn_id=turn_id,
+                        conversation_id=self._id,
+                    )
+                return known
         return ActiveTurn(
-            next(self._services.turn_ids),
+            next(self._services.turn_ids) if turn_id is None else turn_id,
             text,
+            log=self.log,
             drained=self._drained,
-            streams=streams,
+            left=self._caller_left,
+            on_settled=self._forget,
+            face=face,
+            is_clients=turn_id is not None,
+            metadata=metadata,
+            on_cancel=self._settings.on_cancel if on_cancel is None else on_cancel,
+            on_question=on_question or self._services.on_question,
+            safe_tools=self._safe_tools,
         )
 
-    async def begin(self, turn: ActiveTurn) -> None:
-        """Wait for earlier turns and for a worker, and hand the turn over. A refused turn is settled with its error."""
+    def _known(self, turn_id: object) -> ActiveTurn | None:
+        if not isinstance(turn_id, str) or not 0 < len(turn_id) <= TURN_ID_CHARS_MAX:
+            raise InvalidMessageError(
+                f"a turn id is a str of 1 to {TURN_ID_CHARS_MAX} characters, not {turn_id!r:.80}",
+                conversation_id=self._id,
+            )
+        return self._named.get(turn_id) or self._ended.get(turn_id)
+
+    def _forget(self, turn: ActiveTurn) -> None:
+        """Note that a turn has settled."""
+        if turn.is_clients and self._named.pop(turn.turn_id, None) is not None:
+            self._ended[turn.turn_id] = turn
+            if len(self._ended) > TURNS_REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def start(self, turn: ActiveTurn) -> None:
+        """Accept a turn: it runs at once if it can, and otherwise when its time comes.
+
+        What refuses it at once is raised, and settles it too; what goes wrong later only settles it.
+        """
+        if turn.is_clients:
+            self._named[turn.turn_id] = turn
         try:
             self._check_size(turn)  # before it waits
             if self.quarantine.killers:
                 self.quarantine.check(turn.text)
             if self.slot.state is not _IDLE and self.slot.is_empty:
                 self.slot.check_start()
-            if self._lock.locked() or self.waiting:  # the lock is free for a moment when the next in line is waking up
-                await self._wait_in_queue()
-            else:
-                await self._lock.acquire()
+            if not self._line.take():
+                self._check_line()
+                turned = self._line.join(turn)
+                turn.beginning = self._services.in_background(self._begin_later(turn, turned))
+                turn.beginning.add_done_callback(lambda _: self._begin_given_up(turn))
+                return
         except BaseException as error:
             self._refuse(turn, error)
             raise
+        self._take_up(turn)
+        if (
+            self.slot.state is _IDLE
+            and not self.quarantine.killers
+            and self._services.admission.state is _OPEN
+            and self._loop.time() - self.slot.jobs.ready_since < CHECK_FROZEN_AFTER_S
+        ):  # there is nothing to wait for
+            try:
+                self._hand_over(turn)
+            except BaseException as error:
+                self._refuse(turn, error)
+                self._release()
+                raise
+        else:
+            turn.beginning = self._services.in_background(self._begin(turn))
+            turn.beginning.add_done_callback(lambda _: self._begin_given_up(turn))
+
+    def _begin_given_up(self, turn: ActiveTurn) -> None:
+        """Settle a turn whose task was cancelled before its first step, and so could not do it itself."""
+        if turn.outcome is not None or turn.began_at:
+            return
+        self._refuse(turn, asyncio.CancelledError())
+        if self._begun is turn:
+            self._release()
+        else:
+            self._line.leave(turn)
+
+    async def _begin_later(self, turn: ActiveTurn, turned: "asyncio.Future[None]") -> None:
+        """Wait for earlier turns, and begin."""
         try:
-            turn.state = TURN[turn.state][_BEGUN]
-            self._begun = turn
+            await self._wait_in_line(turn, turned)
+        except BaseException as error:  # noqa: BLE001 - it is the outcome of the turn
+            if turn.outcome is None:
+                self._refuse(turn, error)
+            return
+        self._take_up(turn)
+        await self._begin(turn)
+
+    async def _begin(self, turn: ActiveTurn) -> None:
+        """Wait for a worker, and hand the turn over. The conversation is taken."""
+        try:
             if self.quarantine.killers:
                 self.quarantine.check(turn.text)  # again: sent twice, it may have waited for itself
             if self._services.admission.state is not _OPEN:
@@ -250,31 +371,161 @@ class Session:
             if turn.ending is None:
                 self._hand_over(turn)
                 return
-        except BaseException as error:
+            outcome = self._ended_early(turn)
+        except BaseException as error:  # noqa: BLE001 - it is the outcome of the turn
             self._refuse(turn, error)
             self._release()
-            raise
-        turn.settle(self._ended_early(turn))  # cancelled before it began
+            return
+        turn.settle(outcome)  # cancelled before it began
         self.slot.start_not_wanted()  # one that an earlier message has left behind
         self._release()
 
+    def _take_up(self, turn: ActiveTurn) -> None:
+        turn.state = TURN[turn.state][_BEGUN]
+        self._begun = turn
+        turn.started()
+
     def cancel(self, turn: ActiveTurn, ending: Ending = "cancelled") -> None:
-        """End the turn: ask its worker, and kill that after ``timeouts.close_grace_s``. Only the first call counts."""
+        """End the turn: ask its worker, and kill that after ``timeouts.close_grace_s``. Only the first call counts.
+
+        One that has no worker yet ends at once.
+        """
         if turn.state is TurnState.SETTLED or turn.ending is not None:
             return
         turn.ending = ending
         turn.state = TURN[turn.state][TurnChange.END_WANTED]
         connection = self.slot.connection
         if turn.state is TurnState.CANCELLING and self.state is WorkerState.BUSY and connection is not None:
-            connection.send(wire.Cancel(turn.turn_id, turn.attempt))
+            connection.send(wire.Cancel(turn.turn_id, turn.attempt, turn.on_cancel == "keep", _why(ending)))
             self._loop.call_later(self._settings.timeouts.close_grace_s, self._cancel_was_ignored, turn)
+        elif turn.state is TurnState.QUEUED:
+            if turn.beginning is not None:
+                self._line.leave(turn)
+                turn.settle(self._ended_early(turn))
+        elif turn.beginning is not None and not turn.began_at:
+            turn.beginning.cancel()
 
-    def answer(self, turn: ActiveTurn, question_id: str, text: str) -> None:
-        """Pass an answer to the worker."""
-        if turn is self.slot.turn and self.slot.connection is not None:
-            turn.questions_open.pop(question_id, None)
-            turn.heard_at = self._loop.time()
-            self.slot.connection.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text))
+    def steer(self, turn: ActiveTurn, text: str) -> bool:
+        """Pass a remark of the user to the worker that runs the turn; return whether one does."""
+        if not isinstance(text, str):
+            raise InvalidMessageError(f"a remark must be a str, not {type(text).__name__}", conversation_id=self._id)
+        connection = self.slot.connection
+        if turn is not self.slot.turn or turn.state is not TurnState.RUNNING or connection is None:
+            return False
+        connection.send(wire.Steer(turn.turn_id, turn.attempt, text))
+        return True
+
+    @property
+    def turn(self) -> ActiveTurn | None:
+        """The turn that has the conversation."""
+        return self._begun
+
+    @property
+    def turns_waiting(self) -> list[ActiveTurn]:
+        """The turns that wait for the conversation, the first one first."""
+        return self._line.turns
+
+    def find(self, turn_id: str) -> ActiveTurn | None:
+        """Return the turn of this id, if it runs or waits."""
+        every = [*([] if self._begun is None else [self._begun]), *self._line.turns]
+        return next((turn for turn in every if turn.turn_id == turn_id), None)
+
+    def _snapshot(self) -> TurnSnapshot | None:
+        return None if self._begun is None else self._begun.snapshot()
+
+    # --- questions ---
+
+    def questions(self) -> list[OpenQuestion]:
+        """Return the questions that wait for an answer."""
+        turn, now = self.slot.turn, self._loop.time()
+        if turn is None:
+            return []
+        return [
+            OpenQuestion(
+                conversation_id=self._id,
+                user_id=self.key.user_id,
+                question=question,
+                left_s=max(0.0, turn.questions_open[question_id] - now),
+            )
+            for question_id, question in turn.questions.items()
+        ]
+
+    def answer(self, turn: ActiveTurn, question_id: str, text: str | None) -> bool:
+        """Pass an answer to the worker (``None``: nobody can answer); return whether the question was open."""
+        connection = self.slot.connection
+        if turn is not self.slot.turn or connection is None or not turn.answered(question_id):
+            return False
+        turn.heard_at = self._loop.time()
+        connection.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text or "", nobody=text is None))
+        return True
+
+    def _asked(self, turn: ActiveTurn, question: wire.Question) -> None:
+        """Let the host's policy answer a question, and see to it that somebody can, if it does not."""
+        if turn.on_question is not None:
+            self._services.in_background(self._ask_policy(turn, question))
+        elif not self._is_watched(turn):
+            self._nobody_watches(turn)
+
+    async def _ask_policy(self, turn: ActiveTurn, question: wire.Question) -> None:
+        assert turn.on_question is not None  # noqa: S101 - for the type checker
+        answer = None
+        try:
+            answer = turn.on_question(self.key, question)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            if answer is not None and not isinstance(answer, str):
+                raise TypeError(f"on_question must return a str or None, not {type(answer).__name__}")
+        except Exception as error:  # noqa: BLE001 - an error of the host must not leave the agent waiting
+            self._log.error("on_question_failed", turn_id=turn.turn_id, error=repr(error), exc_info=error)
+            answer = None
+        if answer is not None:
+            self.answer(turn, question.question_id, answer)
+        elif not self._is_watched(turn):
+            self._nobody_watches(turn)
+
+    def _is_watched(self, turn: ActiveTurn) -> bool:
+        return turn.is_heard or self.log.watchers > 0
+
+    def _nobody_watches(self, turn: ActiveTurn) -> None:
+        """Answer the open questions of a turn that nobody watches: at once, unless a watcher may come back."""
+        if turn.face == "start":
+            self._loop.call_later(WATCHER_GRACE_S, self._answer_for_nobody, turn)
+        else:
+            self._answer_for_nobody(turn)
+
+    def _answer_for_nobody(self, turn: ActiveTurn) -> None:
+        alone_s = self._loop.time() - self._unwatched_since
+        if self._is_watched(turn) or (turn.face == "start" and alone_s < WATCHER_GRACE_S):
+            return
+        for question_id in list(turn.questions):
+            self._log.info("question_denied", turn_id=turn.turn_id, question_id=question_id, why="nobody watches")
+            self.answer(turn, question_id, None)
+
+    def _caller_left(self, turn: ActiveTurn) -> None:
+        """The caller of ``turn`` reads no more events."""
+        if not self._is_watched(turn):
+            self._nobody_watches(turn)
+
+    def _watchers_changed(self) -> None:
+        """The first watcher came, or the last one went."""
+        self._unwatched_since = self._loop.time()
+        turn = self.slot.turn
+        if self.log.watchers or turn is None:
+            return
+        if turn.questions and not turn.is_heard:
+            self._nobody_watches(turn)
+        self._cancel_unwatched_later(turn)
+
+    def _cancel_unwatched_later(self, turn: ActiveTurn) -> None:
+        unwatched_s = self._settings.timeouts.unwatched_s
+        if unwatched_s is not None and turn.face == "start" and not self.log.watchers:
+            self._loop.call_later(unwatched_s, self._cancel_unwatched, turn, unwatched_s)
+
+    def _cancel_unwatched(self, turn: ActiveTurn, unwatched_s: float) -> None:
+        alone_s = self._loop.time() - max(self._unwatched_since, turn.began_at)
+        if turn is self.slot.turn and not self.log.watchers and alone_s >= unwatched_s:
+            self._log.info("turn_unwatched", turn_id=turn.turn_id, unwatched_s=unwatched_s)
+            self.cancel(turn)
 
     def _drained(self, turn: ActiveTurn) -> None:
         """Resume reading from the worker: the events that had piled up have been consumed."""
@@ -293,7 +544,7 @@ class Session:
         except wire.FrameTooLargeError as error:
             raise MessageTooLargeError(f"the message is too large: {error}", conversation_id=self._id) from None
 
-    async def _wait_in_queue(self) -> None:
+    def _check_line(self) -> None:
         settings = self._settings
         if settings.busy == "reject" and (self._begun is not None or self.waiting):  # not if its worker only leaves
             raise ConversationBusyError(
@@ -303,17 +554,22 @@ class Session:
             raise ConversationBusyError(
                 f"{self.waiting} messages are already waiting (queues.turns_max)", conversation_id=self._id
             )
-        self.waiting += 1
+
+    async def _wait_in_line(self, turn: ActiveTurn, turned: "asyncio.Future[None]") -> None:
+        wait_s = self._settings.timeouts.wait_s
         try:
-            async with asyncio.timeout(settings.timeouts.wait_s):
-                await self._lock.acquire()
+            async with asyncio.timeout(wait_s):
+                await asyncio.shield(turned)
+            self._line.arrived(turn)
         except TimeoutError:
+            self._line.leave(turn)
             raise ConversationBusyError(
-                f"earlier messages took longer than {settings.timeouts.wait_s:g} s (timeouts.wait_s)",
-                conversation_id=self._id,
+                f"earlier messages took longer than {wait_s:g} s (timeouts.wait_s)", conversation_id=self._id
             ) from None
+        except BaseException:
+            self._line.leave(turn)
+            raise
         finally:
-            self.waiting -= 1
             if (counts_changed := self._services.admission.counts_changed) is not None:
                 counts_changed.set()
 
@@ -345,21 +601,28 @@ class Session:
 
     def _refuse(self, turn: ActiveTurn, error: BaseException) -> None:
         """Settle a turn that will not begin."""
-        if not isinstance(error, HermesPoolError):
-            error = TurnCancelledError(
-                "the caller gave up before the turn began", sent=False, retryable=True, conversation_id=self._id
+        if turn.ending is not None:
+            turn.settle(self._ended_early(turn))
+        elif isinstance(error, HermesPoolError):
+            turn.settle(error)
+        else:
+            if isinstance(error, Exception):
+                self._log.error("turn_not_begun", turn_id=turn.turn_id, error=repr(error), exc_info=error)
+            turn.settle(
+                TurnCancelledError(
+                    "the caller gave up before the turn began", sent=False, retryable=True, conversation_id=self._id
+                )
             )
-        turn.settle(error)
 
     # --- a turn ---
 
     def _hand_over(self, turn: ActiveTurn) -> None:
-        now = self._loop.time()
-        turn.began_at = turn.began_at or now
-        turn.heard_at = now
         turn.state = TURN[turn.state][_HANDED_OVER]
         self.slot.hand_over(turn)
+        turn.handed_over(self._loop.time())
         self._deadlines.watch(turn)
+        if turn.face == "start":
+            self._cancel_unwatched_later(turn)
 
     def _heard(self, frame: wire.TurnFrame) -> bool:
         """Take a frame; return ``False`` if it belongs to another turn or attempt, and so is unsolicited."""
@@ -384,15 +647,22 @@ class Session:
                 return True
             case wire.TurnFailed():
                 self.metadata.turn_failed(frame)
-                error = AgentFailedError(frame.text, reason=frame.reason, conversation_id=self._id)
+                turn.end, turn.kept = frame, frame.kept
+                error = AgentFailedError(
+                    frame.text,
+                    reason=frame.reason,
+                    retryable=failures.is_retryable(frame.reason) if frame.retryable is None else frame.retryable,
+                    retry_after_s=frame.retry_after_s,
+                    conversation_id=self._id,
+                )
                 self._settle(turn, error if turn.ending is None else self._ended_early(turn))
                 return True
             case wire.ToolStarted():
-                turn.tool_started(frame.call_id, frame.name)
+                turn.tool_started(frame)
             case wire.ToolFinished():
-                turn.tools_open.pop(frame.call_id, None)
+                turn.tool_finished(frame)
             case wire.Question():
-                turn.asked(frame.question_id, turn.heard_at + frame.timeout_s)
+                turn.asked(frame, turn.heard_at + frame.timeout_s)
             case wire.SessionMoved():
                 self.metadata.moved(frame.session_id)
             case wire.ReasoningDelta() | wire.Status():
@@ -401,12 +671,15 @@ class Session:
                 assert_never(frame)
         turn.last_event = type(frame).__name__
         turn.push(frame)
+        if type(frame) is wire.Question:
+            self._asked(turn, frame)
         if turn.lags and self.slot.connection is not None:
             self.slot.connection.pause_reading()
         return True
 
     def _done(self, turn: ActiveTurn, done: wire.TurnDone) -> Reply | HermesPoolError:
         self.metadata.turn_done(done)
+        turn.end, turn.kept = done, done.kept
         if done.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
             return self._ended_early(turn)
         notice = done.notice
@@ -414,7 +687,9 @@ class Session:
             notice = self._notice if notice is None else f"{self._notice} {notice}"
             self._notice = None
         self._completed(turn)
-        return self._reply(turn, done.text, done.outcome, done.usage, notice)
+        if done.outcome == "completed" and (not done.kept or self.metadata.unwritten is not None):
+            self.metadata.history_written(None if done.kept else done.notice or "the agent did not say why")
+        return self._reply(turn, done.outcome, notice, done.pending_steer)
 
     def _completed(self, turn: ActiveTurn) -> None:
         self.slot.restart_budget.note_completed()
@@ -426,29 +701,39 @@ class Session:
     def _reply(
         self,
         turn: ActiveTurn,
-        text: str,
         outcome: Literal["completed", "interrupted", "partial"] = "completed",
-        usage: dict[str, int] | None = None,
         notice: str | None = None,
+        pending_steer: str | None = None,
+        text: str | None = None,
     ) -> Reply:
+        account = turn.account()
         return Reply(
-            text=text,
+            text=account.text if text is None else text,
             conversation_id=self._id,
             session_id=self.metadata.session_id,
             turn_id=turn.turn_id,
             outcome=outcome,
             restarts=turn.deaths,
-            usage=usage or {},
+            usage=account.usage,
             notice=notice,
             duration_s=self._loop.time() - turn.began_at if turn.began_at else 0.0,
+            tools=account.tools,
+            attempts=account.attempts,
+            kept=account.kept,
+            model=account.model,
+            pending_steer=pending_steer,
         )
 
     def _ended_early(self, turn: ActiveTurn) -> Reply | HermesPoolError:
-        if isinstance(turn.ending, TurnCancelledError) and turn.tools_started:  # since its end was wanted, perhaps
-            turn.ending.tool_may_have_acted()
         if isinstance(turn.ending, HermesPoolError):
             return turn.ending
-        return self._reply(turn, "", outcome="interrupted")
+        return self._reply(turn, outcome="interrupted")
+
+    def _stays(self, turn: ActiveTurn) -> bool:
+        """Whether a turn that ended without its worker is to stay in the history: what was seen, or may have acted."""
+        if turn.ending is not None:
+            return turn.on_cancel == "keep" and turn.was_seen
+        return turn.may_have_acted and self._settings.replay != "always"
 
     def _settle(self, turn: ActiveTurn, outcome: Reply | HermesPoolError) -> None:
         """Settle the running turn. That frees the conversation, unless its worker has to go first."""
@@ -456,7 +741,17 @@ class Session:
         error = None if isinstance(outcome, Reply) else outcome
         if slot.connection is None:
             completed = isinstance(outcome, Reply) and outcome.outcome == "completed"
-            metadata.turn_left(None if completed else wire.Turn(turn.turn_id, turn.attempt, turn.text))
+            turn.kept = completed or self._stays(turn)
+            metadata.turn_left(
+                None if completed else wire.Turn(turn.turn_id, turn.attempt, turn.text),
+                keep=turn.kept,
+                said=turn.said,
+                why="the worker died" if turn.ending is None else _why(turn.ending),
+            )
+            if isinstance(outcome, Reply) and not completed:
+                outcome = self._reply(turn, outcome.outcome, outcome.notice)
+        if isinstance(error, TurnError):
+            error.account_for(turn.turn_id, turn.account())
         self._begun = self._deadlines.turn = None
         turn.settle(outcome)
         slot.turn_settled()
@@ -475,15 +770,29 @@ class Session:
             if slot.jobs.in_time and await slot.work_left():
                 return  # it may go after the next turn
             slot.retiring = None
-            if self.state is WorkerState.IDLE and await self.metadata.save("dormant"):
+            if (
+                self.state is WorkerState.IDLE
+                and await self._history_is_written()
+                and await self.metadata.save("dormant")
+            ):
                 await slot.stop(reason)
         finally:
             self._release()
 
+    async def _history_is_written(self) -> bool:
+        """Let the idle worker write what its history lacks; return whether it lacks nothing now."""
+        if self.metadata.unwritten is None or self.state is not WorkerState.IDLE:
+            return True
+        error = await self.slot.flush()
+        self.metadata.history_written(error)
+        if error is not None:
+            self._log.warning("history_unwritten", error=error)
+        return error is None
+
     def _release(self) -> None:
         """Let the next message in."""
         self._begun = None
-        self._lock.release()
+        self._line.release()
         if (counts_changed := self._services.admission.counts_changed) is not None:
             counts_changed.set()
 
@@ -535,7 +844,7 @@ class Session:
     def _facts(self, turn: ActiveTurn) -> TurnFacts:
         return TurnFacts(
             deaths=turn.deaths,
-            tools_started=bool(turn.tools_started),
+            tools_started=turn.may_have_acted,
             end_wanted=turn.ending is not None,
             replay=self._settings.replay,
             replacements_max=self._settings.restarts.replacements_per_turn_max,
@@ -568,16 +877,21 @@ class Session:
             failed = died_with(turn, report, decision, what_next=error.message)
             failed.__cause__ = error
             return failed
-        replacement = Replacement(alive=self.state is WorkerState.IDLE, recovered=opened.recovered is not None)
+        turn.kept = opened.kept
+        turn.acted(opened.acted)
+        replacement = Replacement(
+            alive=self.state is WorkerState.IDLE, recovered=opened.recovered is not None, kept=opened.kept
+        )
         decision = recovery.after_replacement(self._facts(turn), replacement)
         match decision:
             case Decision.DELIVER:
                 self._completed(turn)
-                return self._reply(turn, opened.recovered or "")
+                turn.kept = True
+                return self._reply(turn, text=opened.recovered or "")
             case Decision.END:
                 return self._ended_early(turn)
             case Decision.REPLAY:
-                turn.attempt += 1
+                turn.runs_again()
                 self._hand_over(turn)
                 turn.push(
                     wire.Status(
@@ -587,3 +901,10 @@ class Session:
                 return None
             case _:
                 return died_with(turn, self.slot.unreplaced or report, decision)
+
+
+def _why(ending: Ending) -> str:
+    """Return why a turn was to end, in words that the model is told."""
+    if isinstance(ending, TurnTimeoutError):
+        return "it took too long"
+    return "it was cancelled" if ending == "cancelled" else "it was stopped"

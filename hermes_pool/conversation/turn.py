@@ -1,18 +1,23 @@
-"""One turn as its caller sees it: its events, its reply, and how to cancel it."""
+"""One turn as its host sees it: its events, its reply, and how to end it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from hermes_pool.conversation.active_turn import ActiveTurn
+from hermes_pool.conversation.events import TurnEnded, TurnStarted
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.session import Session
-from hermes_pool.errors import HermesPoolError
+from hermes_pool.errors import HermesPoolError, InvalidUseError
+from hermes_pool.lifecycle import TurnState
 from hermes_pool_worker import wire
 
 
 class Turn:
-    """One message on its way to a reply.
+    """One message on its way to a reply. It belongs to its conversation, not to the task that sent it.
+
+    ``HermesSessionManager.start`` returns one that is on its way already. That of ``HermesSessionManager.turn`` begins
+    when it is entered:
 
         async with sessions.turn("conversation-42", "Hello") as turn:
             async for event in turn:      # TextDelta, ToolStarted, Question, ...
@@ -21,13 +26,32 @@ class Turn:
 
     Entering waits for earlier turns and for a worker. Leaving before the end cancels the turn. When the ``attempt`` of
     the events increases, the worker has died, and another one starts the reply again from the beginning.
+
+    What makes no sense raises ``InvalidUseError``: entering twice, iterating twice, waiting for a turn that was not
+    entered.
     """
 
-    __slots__ = ("_session", "_turn")
+    __slots__ = ("_begun", "_events", "_is_waiting", "_session", "_turn")
 
-    def __init__(self, session: Session, turn: ActiveTurn) -> None:
+    def __init__(self, session: Session, turn: ActiveTurn, *, begun: bool = False) -> None:
         self._session = session
         self._turn = turn
+        self._begun = begun
+        self._events: AsyncIterator[wire.TurnEvent] | None = None
+        self._is_waiting = False
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same turn."""
+        return isinstance(other, Turn) and other._turn is self._turn
+
+    def __hash__(self) -> int:
+        """Return the hash of what ``==`` compares."""
+        return hash(self._turn)
+
+    @property
+    def conversation_id(self) -> str:
+        """The conversation that it belongs to."""
+        return self._session.key.conversation_id
 
     @property
     def turn_id(self) -> str:
@@ -40,9 +64,19 @@ class Turn:
         return self._turn.text
 
     @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the host gave to ``start``."""
+        return self._turn.metadata
+
+    @property
     def attempt(self) -> int:
         """1, or more if workers died and the turn runs again."""
         return self._turn.attempt
+
+    @property
+    def state(self) -> TurnState:
+        """Where it stands."""
+        return self._turn.state
 
     @property
     def outcome(self) -> Reply | HermesPoolError | None:
@@ -51,7 +85,20 @@ class Turn:
 
     async def __aenter__(self) -> Self:
         """Send the message. Raises those errors of ``HermesSessionManager.send`` that occur before a worker has it."""
-        await self._session.begin(self._turn)
+        if self._begun:
+            raise InvalidUseError(
+                "this turn has begun already: a turn is entered once, and one that start() returned not at all",
+                conversation_id=self.conversation_id,
+            )
+        self._begun = True
+        self._session.start(self._turn)
+        try:
+            await self._turn.begun()
+        except BaseException:
+            self._session.cancel(self._turn)
+            raise
+        if not self._turn.began_at and isinstance(outcome := self._turn.outcome, HermesPoolError):
+            raise outcome
         return self
 
     async def __aexit__(
@@ -62,15 +109,51 @@ class Turn:
         self._session.cancel(self._turn)
 
     def __aiter__(self) -> AsyncIterator[wire.TurnEvent]:
-        """Iterate over the events until the turn ends, however it ends: ``reply`` reports that."""
-        return self._turn
+        """Iterate over the events until the turn ends, however it ends: ``reply`` reports that.
+
+        A turn that was entered tells all its events, and its worker waits for a slow reader. One that ``start``
+        returned tells those that the conversation has kept.
+        """
+        self._check_begun()
+        if self._turn.face == "turn" and not self._turn.is_heard:
+            raise InvalidUseError(
+                "the events of a turn are read once, and before its reply: use sessions.events() for another reader",
+                conversation_id=self.conversation_id,
+            )
+        return self
 
     async def __anext__(self) -> wire.TurnEvent:
         """Return the next event."""
-        return await self._turn.__anext__()
+        self._check_begun()
+        if self._is_waiting:
+            raise InvalidUseError(
+                "another task waits for the next event of this turn: use sessions.events() for another reader",
+                conversation_id=self.conversation_id,
+            )
+        if self._events is None:
+            self._events = self._turn if self._turn.face == "turn" else self._watch()
+        self._is_waiting = True
+        try:
+            return await anext(self._events)
+        finally:
+            self._is_waiting = False
+
+    async def _watch(self) -> AsyncIterator[wire.TurnEvent]:
+        if self._turn.outcome is not None and self._turn.started_seq is None:
+            return
+        async for _, event in self._session.log.watch(self._turn.started_seq):
+            if isinstance(event, TurnEnded) and event.turn_id == self.turn_id:
+                return
+            if isinstance(event, wire.TurnMessage) and event.turn_id == self.turn_id:
+                yield event
+            elif isinstance(event, TurnStarted) or self._turn.outcome is None:
+                continue
+            else:  # its end was missed
+                return
 
     async def reply(self) -> Reply:
-        """Wait for the end; return the reply, or raise the turn's error. Unread events are dropped."""
+        """Wait for the end; return the reply, or raise the turn's error. Events that an entered turn has left are lost."""
+        self._check_begun()
         outcome = await self._turn.settled()
         if isinstance(outcome, Reply):
             return outcome
@@ -81,10 +164,25 @@ class Turn:
 
         Does nothing to a turn that has ended. A cancelled caller stops waiting; the turn ends nevertheless.
         """
+        self._check_begun()
         self._session.cancel(self._turn)
         outcome = await self._turn.settled()
         return outcome if isinstance(outcome, Reply) else None
 
-    async def answer(self, question_id: str, text: str) -> None:
-        """Answer a ``Question`` event of this turn. An answer that comes too late has no effect."""
-        self._session.answer(self._turn, question_id, text)
+    async def answer(self, question_id: str, text: str) -> bool:
+        """Answer a ``Question`` event of this turn; return whether it was still open."""
+        return self._session.answer(self._turn, question_id, text)
+
+    async def steer(self, text: str) -> bool:
+        """Say something to the agent while it works on this turn; return whether a worker was there to hear it.
+
+        What comes too late to be used is in ``Reply.pending_steer``. Raises ``InvalidMessageError`` if it is no text.
+        """
+        return self._session.steer(self._turn, text)
+
+    def _check_begun(self) -> None:
+        if not self._begun:
+            raise InvalidUseError(
+                "this turn was not entered, so its message was not sent: use `async with`, or start()",
+                conversation_id=self.conversation_id,
+            )

@@ -180,6 +180,9 @@ class WorkerSlot:
             committed=metadata.committed,
             unfinished=metadata.unfinished,
             given_up=metadata.given_up,
+            keep=metadata.left_keep if metadata.given_up else self._services.settings.replay != "always",
+            said=metadata.left_said,
+            why=metadata.left_why or "the worker died",
         )
 
     def _launch_failed(self, error: WorkerStartError) -> None:
@@ -243,6 +246,19 @@ class WorkerSlot:
         return await in_thread_or_here(
             partial(processes.descendants_started_after, *worker, self._ready_after_s, self._servers)
         )
+
+    async def flush(self) -> str | None:
+        """Let the idle worker write what its history lacks; return why it could not, or ``None``."""
+        if self.connection is None:
+            return None
+        try:
+            answer = await self.connection.ask_history(wire.Flush(), self._services.settings.timeouts.database_s)
+        except TimeoutError:
+            return "the worker did not answer in time"
+        if not isinstance(answer, wire.Flushed):
+            return "the worker gave another answer"
+        self._metadata.committed = answer.committed or self._metadata.committed
+        return answer.error
 
     # --- emptying it ---
 

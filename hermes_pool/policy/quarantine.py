@@ -1,6 +1,7 @@
 """Keeps a message that kills workers from being sent again."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -10,6 +11,8 @@ from hermes_pool.snapshot import KillerSnapshot
 
 QUARANTINE_KEPT = 32
 """How many killer messages are remembered per session; the one that killed longest ago is dropped first."""
+QUARANTINE_MAX_S = 3600.0
+"""The longest time for which a message is refused, in seconds."""
 _FINGERPRINT_BYTES = 8
 _FINGERPRINT_KEY = os.urandom(16)
 """A secret key, so that a fingerprint cannot be matched against guessed messages."""
@@ -22,17 +25,26 @@ class Killer:
     deaths: int
     chars: int
     """Length of the text. It rules out most messages without computing a fingerprint."""
+    until: float
+    """Until when it is refused, if it is."""
 
 
 class Quarantine:
     """The killer messages of one session: each is refused once ``restarts.quarantine_after`` workers have died of it.
 
+    It is refused for ``restarts.quarantine_s``, and then let in once more, because it may be innocent: workers are also
+    killed from outside. Each further death refuses it for twice as long as the one before. ``clock`` is monotonic.
+
     Deaths add up over the attempts of a turn and over turns. A completed turn clears its message, and so does a
     release. With 0, no message is refused. At most ``QUARANTINE_KEPT`` messages are remembered, in memory only.
     """
 
-    def __init__(self, policy: RestartPolicy, *, conversation_id: str | None = None) -> None:
+    def __init__(
+        self, policy: RestartPolicy, clock: Callable[[], float], *, conversation_id: str | None = None
+    ) -> None:
         self._after = policy.quarantine_after
+        self._first_s = policy.quarantine_s
+        self._clock = clock
         self._conversation_id = conversation_id
         self.killers: dict[str, Killer] = {}
         """By fingerprint; the latest to kill is last. Usually empty, so check that before anything else."""
@@ -42,13 +54,15 @@ class Quarantine:
         fingerprint = self._known(text)
         if fingerprint is None or not self._refuses(self.killers[fingerprint]):
             return
-        deaths = self.killers[fingerprint].deaths
+        killer = self.killers[fingerprint]
+        deaths, left_s = killer.deaths, killer.until - self._clock()
         raise MessageQuarantinedError(
             f"this message has ended {deaths} worker{'' if deaths == 1 else 's'} (restarts.quarantine_after) and "
-            f"is not sent again: reword it, or fix the cause of the deaths and release it (fingerprint "
-            f"{fingerprint}) with release() or: hermes-pool release CONVERSATION {fingerprint}",
+            f"is not sent again for {left_s:.0f} s: reword it, or fix the cause of the deaths and release it "
+            f"(fingerprint {fingerprint}) with release() or: hermes-pool release CONVERSATION {fingerprint}",
             fingerprint=fingerprint,
             deaths=deaths,
+            retry_after_s=left_s,
             conversation_id=self._conversation_id,
         )
 
@@ -56,7 +70,9 @@ class Quarantine:
         """Count a worker that died with this message, although the pool did not want it to."""
         fingerprint = _fingerprint(text)
         before = self.killers.pop(fingerprint, None)
-        self.killers[fingerprint] = Killer(1 if before is None else before.deaths + 1, len(text))
+        deaths = 1 if before is None else before.deaths + 1
+        refused_s = min(QUARANTINE_MAX_S, self._first_s * 2.0 ** min(30, max(0, deaths - self._after)))
+        self.killers[fingerprint] = Killer(deaths, len(text), self._clock() + refused_s)
         if len(self.killers) > QUARANTINE_KEPT:
             self.killers.pop(next(iter(self.killers)))
 
@@ -81,7 +97,7 @@ class Quarantine:
         )
 
     def _refuses(self, killer: Killer) -> bool:
-        return killer.deaths >= self._after > 0
+        return killer.deaths >= self._after > 0 and self._clock() < killer.until
 
     def _known(self, text: str) -> str | None:
         """Return the fingerprint of a killer message, else ``None``. Runs for each message, so it is quick for most."""

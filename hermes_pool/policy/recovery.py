@@ -38,7 +38,7 @@ class TurnFacts:
     deaths: int
     """How many workers have died with it so far."""
     tools_started: bool
-    """Whether a tool may have acted, in any attempt."""
+    """Whether a tool may have acted that is not named safe, in any attempt."""
     end_wanted: bool
     """Whether it was to end anyway: cancelled, stopped, or over a time limit."""
     replay: Replay
@@ -54,6 +54,8 @@ class Replacement:
     """Whether the new worker is still alive."""
     recovered: bool = False
     """Whether it found the turn complete in the history."""
+    kept: bool = False
+    """Whether the turn stays in the history, since a tool may have acted in it, whether that was heard of or not."""
 
 
 def after_death(turn: TurnFacts) -> Decision:
@@ -71,6 +73,8 @@ def after_replacement(turn: TurnFacts, replacement: Replacement) -> Decision:
         return Decision.DELIVER
     if turn.end_wanted:
         return Decision.END
+    if replacement.kept:
+        return Decision.INTERRUPT
     if not replacement.alive:
         return _failure(turn)
     if turn.replay == "always" or (turn.replay == "until_tool" and not turn.tools_started):

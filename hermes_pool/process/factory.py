@@ -233,6 +233,7 @@ class WorkerFactory:
             options=dict(settings.agent_options),
             data_dir=self._data_dir,
             question_timeout_s=settings.timeouts.question_s,
+            safe_tools=list(settings.safe_tools),
             **session,
         )
 

@@ -48,7 +48,10 @@ class Occupant(Protocol):
     """A session as admission sees it."""
 
     key: SessionKey
-    waiting: int
+
+    @property
+    def waiting(self) -> int:
+        """How many messages wait for the conversation."""
 
     @property
     def state(self) -> WorkerState:
