@@ -2,8 +2,10 @@
 
 import msgspec
 
+from hermes_pool_worker.plain import Plain
 
-class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
+
+class ToolUse(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """One use of a tool in a turn."""
 
     name: str
@@ -17,7 +19,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     """False only for a tool that the settings name safe (``safe_tools``): to use it again does no harm."""
 
 
-class TurnAccount(msgspec.Struct, frozen=True, kw_only=True):
+class TurnAccount(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """What is known about a turn that has ended. Each reply and each ``TurnError`` has these members."""
 
     tools: tuple[ToolUse, ...] = ()

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from hermes_pool_worker.plain import Plain
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeathReport:
+class DeathReport(Plain):
     """How a worker died unexpectedly, and what was going on. Times are in seconds."""
 
     report_id: str

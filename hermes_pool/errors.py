@@ -9,19 +9,23 @@ has to fix something. Clients and proxies may repeat 502, 503 and 504 on their o
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from inspect import Parameter, get_annotations, signature
 from typing import Any, ClassVar, TypeVar
 
 from hermes_pool.account import ToolUse, TurnAccount
 from hermes_pool.crash_report import DeathReport
+from hermes_pool_worker.plain import Plain, plain
 
 
-class HermesPoolError(Exception):
+class HermesPoolError(Exception, Plain):
     """Root of all errors of this library.
 
     ``conversation_id`` is the conversation concerned, if there is one. Errors can be copied and pickled with all their
     attributes; the cause and the traceback are lost, as with any exception.
     """
 
+    TYPE = "error"
     code: ClassVar[str] = "pool_error"
     """A stable word for programs. Each class has its own, and keeps it even if the class is renamed."""
     http_status: int = 500
@@ -46,6 +50,29 @@ class HermesPoolError(Exception):
         shown = self.conversation_id if len(self.conversation_id) <= _ID_SHOWN else self.conversation_id[:77] + "..."
         return f"conversation {shown!r}: {self.message}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a web client may know: ``type`` (``error``), ``code``, and what programs read from the error.
+
+        What concerns the machine stays here: the worker's stderr, the stacks, and all of a death but its report's id.
+        """
+        found = {"type": self.TYPE, **{name: plain(getattr(self, name, None)) for name in self.plain_fields()}}
+        found["message"] = plain(self.message.partition(_STDERR)[0])
+        report = getattr(self, "report", None)
+        if "report_id" in found and report is not None:
+            found["report_id"] = report.report_id
+        return found
+
+    @classmethod
+    def plain_fields(cls) -> dict[str, Any]:
+        """Return the fields of ``to_dict``, each with its type."""
+        kind: Any = cls  # to the type checker a class is not hashable
+        return dict(_plain_fields(kind))
+
+    @classmethod
+    def plain_constants(cls) -> dict[str, Any]:
+        """Return the fields of ``to_dict`` that are the same for all errors of the class."""
+        return {} if cls.__subclasses__() else {"code": cls.code}
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Restore a copy from its attributes, without ``__init__``, whose parameters differ from them."""
         return _restored, (type(self), self.args), self.__dict__
@@ -53,6 +80,26 @@ class HermesPoolError(Exception):
 
 _ID_SHOWN = 80
 _Error = TypeVar("_Error", bound=HermesPoolError)
+
+
+_STDERR = "; its last lines on stderr:\n"
+_OF_THE_MACHINE = {"stderr_tail", "what", "stacks", "report"}
+"""What does not leave the host with an error."""
+
+
+@cache
+def _plain_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of ``to_dict``: what the classes declare, and what their constructors take by name."""
+    found: dict[str, Any] = {"code": str, "message": str, "conversation_id": str | None}
+    for each in reversed(kind.__mro__):
+        if not issubclass(each, HermesPoolError):
+            continue
+        found |= {name: hint for name, hint in get_annotations(each).items() if name != "code"}
+        taken = signature(vars(each)["__init__"]).parameters.values() if "__init__" in vars(each) else ()
+        found |= {each.name: each.annotation for each in taken if each.kind is Parameter.KEYWORD_ONLY}
+        if "report" in found:
+            found["report_id"] = str | None
+    return tuple((name, hint) for name, hint in found.items() if name not in _OF_THE_MACHINE)
 
 
 def _restored(kind: type[_Error], args: tuple[Any, ...]) -> _Error:
@@ -447,4 +494,4 @@ class StateNotWritableError(StoreError):
 def _quoted(stderr_tail: Sequence[str]) -> str:
     if not stderr_tail:
         return ""
-    return "; its last lines on stderr:\n" + "\n".join(f"    {line}" for line in stderr_tail)
+    return _STDERR + "\n".join(f"    {line}" for line in stderr_tail)

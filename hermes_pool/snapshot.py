@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hermes_pool_worker.plain import Plain
+
 
 class BreakerState(StrEnum):
     """Whether a breaker allows attempts."""
@@ -16,7 +18,7 @@ class BreakerState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BreakerSnapshot:
+class BreakerSnapshot(Plain):
     """A breaker at one moment."""
 
     state: str
@@ -44,7 +46,7 @@ class KillerSnapshot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolSnapshot:
+class PoolSnapshot(Plain):
     """The pool as a whole at one moment."""
 
     state: str
@@ -64,7 +66,7 @@ class PoolSnapshot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SessionSnapshot:
+class SessionSnapshot(Plain):
     """One session at one moment. Times are in seconds; ``None`` means "there is none" or "unknown"."""
 
     conversation_id: str

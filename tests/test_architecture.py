@@ -53,6 +53,7 @@ MAY_IMPORT = {
         "control", "conversation", "crash_report", "errors", "process", "scheduling", "settings",
         "snapshot", "storage", "system",
     },
+    "schema": {"account", "conversation", "crash_report", "errors", "process", "scheduling", "snapshot"},
     # People.
     "cli": {
         "control", "conversation", "crash_report", "errors", "manager", "settings", "snapshot", "storage", "system",
@@ -79,7 +80,7 @@ THIRD_PARTY = {
 }
 """The libraries that each room knows."""
 
-SHARED = {"wire", "contract", "procfs"}
+SHARED = {"wire", "contract", "procfs", "plain"}
 """The modules of the worker's package that the supervisor imports as well."""
 
 HERMES = {

@@ -5,9 +5,10 @@ from typing import Literal
 import msgspec
 
 from hermes_pool.account import ToolUse
+from hermes_pool_worker.plain import Plain
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class Reply(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """The answer to one message."""
 
     text: str

@@ -8,6 +8,7 @@ import psutil
 
 from hermes_pool.process.launcher import Exit
 from hermes_pool.system import processes
+from hermes_pool_worker.plain import Plain
 
 SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 """Windows has no SIGKILL; its SIGTERM cannot be ignored."""
@@ -43,7 +44,7 @@ class Death:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Plain):
     """How a worker was stopped, what ended with it, and what is left."""
 
     exit: Exit

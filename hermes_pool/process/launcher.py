@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hermes_pool_worker.plain import Plain
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -26,7 +28,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(Plain):
     """How a process ended.
 
     ``returncode`` is its exit status, or the negated number of the signal that killed it. ``None`` means that the

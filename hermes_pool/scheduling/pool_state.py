@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hermes_pool_worker.plain import Plain
+
 
 class PoolState(StrEnum):
     """What the pool as a whole does with messages."""
@@ -30,7 +32,7 @@ MAY_BECOME: dict[PoolState, frozenset[PoolState]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(Plain):
     """The result of a drain: how many messages were ``finished`` in time, and how many ``cut`` at the deadline."""
 
     finished: int

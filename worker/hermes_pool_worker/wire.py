@@ -18,6 +18,8 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from hermes_pool_worker.plain import Plain, without_halves
+
 PROTOCOL: Final = 1
 """Version of the messages in this file. ``Hello`` carries it; a supervisor refuses a worker with another version."""
 
@@ -50,8 +52,11 @@ class FrameTooLargeError(WireError):
         self.limit = limit
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages: immutable, and tagged with the name of the type."""
+class Message(msgspec.Struct, Plain, frozen=True, array_like=True, tag=True):
+    """Base of all messages: immutable, and tagged with the name of the type.
+
+    They are arrays on the wire, and have named fields for everybody else: see ``Plain``.
+    """
 
 
 class TurnMessage(Message, frozen=True):
@@ -488,8 +493,7 @@ def encode(message: object, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytearray
 def scrub(value: Any) -> Any:
     """Return ``value`` (of built-in types) with each lone surrogate in its text replaced by U+FFFD."""
     if isinstance(value, str):
-        # UTF-16 joins two halves that stand side by side, and replaces only those that stand alone.
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return without_halves(value)
     if isinstance(value, dict):
         return {scrub(key): scrub(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
