@@ -17,6 +17,7 @@ from hermes_pool.errors import ConversationBusyError as ConversationBusyError
 from hermes_pool.errors import HermesPoolError as HermesPoolError
 from hermes_pool.errors import InvalidKeyError as InvalidKeyError
 from hermes_pool.errors import InvalidMessageError as InvalidMessageError
+from hermes_pool.errors import InvalidUseError as InvalidUseError
 from hermes_pool.errors import MessageQuarantinedError as MessageQuarantinedError
 from hermes_pool.errors import MessageTooLargeError as MessageTooLargeError
 from hermes_pool.errors import NoCapacityError as NoCapacityError
@@ -33,6 +34,7 @@ from hermes_pool.errors import StateNotWritableError as StateNotWritableError
 from hermes_pool.errors import StoreError as StoreError
 from hermes_pool.errors import TurnCancelledError as TurnCancelledError
 from hermes_pool.errors import TurnError as TurnError
+from hermes_pool.errors import TurnIdConflictError as TurnIdConflictError
 from hermes_pool.errors import TurnInterruptedError as TurnInterruptedError
 from hermes_pool.errors import TurnTimeoutError as TurnTimeoutError
 from hermes_pool.errors import WorkerCrashedError as WorkerCrashedError
@@ -65,6 +67,12 @@ from hermes_pool_worker.wire import ToolStarted as ToolStarted
 from hermes_pool_worker.wire import TurnEvent as TurnEvent
 
 if TYPE_CHECKING:
+    from hermes_pool.conversation.events import ConversationEvent as ConversationEvent
+    from hermes_pool.conversation.events import EventsMissed as EventsMissed
+    from hermes_pool.conversation.events import OpenQuestion as OpenQuestion
+    from hermes_pool.conversation.events import TurnEnded as TurnEnded
+    from hermes_pool.conversation.events import TurnSnapshot as TurnSnapshot
+    from hermes_pool.conversation.events import TurnStarted as TurnStarted
     from hermes_pool.conversation.reply import Reply as Reply
     from hermes_pool.conversation.turn import Turn as Turn
     from hermes_pool.manager import HermesSessionManager as HermesSessionManager
@@ -75,12 +83,18 @@ if TYPE_CHECKING:
 else:  # the same names once more, and where to find them; a test compares the two
     _LATER = {
         "Conversation": "hermes_pool.storage.store",
+        "ConversationEvent": "hermes_pool.conversation.events",
         "ConversationStore": "hermes_pool.storage.store",
+        "EventsMissed": "hermes_pool.conversation.events",
         "Exit": "hermes_pool.process.launcher",
         "HermesSessionManager": "hermes_pool.manager",
+        "OpenQuestion": "hermes_pool.conversation.events",
         "Reply": "hermes_pool.conversation.reply",
         "Stopped": "hermes_pool.process.death",
         "Turn": "hermes_pool.conversation.turn",
+        "TurnEnded": "hermes_pool.conversation.events",
+        "TurnSnapshot": "hermes_pool.conversation.events",
+        "TurnStarted": "hermes_pool.conversation.events",
     }
 
     def __getattr__(name: str) -> _Any:

@@ -11,7 +11,7 @@ has to fix something. Clients and proxies may repeat 502, 503 and 504 on their o
 from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import Parameter, get_annotations, signature
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_origin
 
 from hermes_pool.account import ToolUse, TurnAccount
 from hermes_pool.crash_report import DeathReport
@@ -94,7 +94,7 @@ def _plain_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
     for each in reversed(kind.__mro__):
         if not issubclass(each, HermesPoolError):
             continue
-        found |= {name: hint for name, hint in get_annotations(each).items() if name != "code"}
+        found |= {name: hint for name, hint in get_annotations(each).items() if get_origin(hint) is not ClassVar}
         taken = signature(vars(each)["__init__"]).parameters.values() if "__init__" in vars(each) else ()
         found |= {each.name: each.annotation for each in taken if each.kind is Parameter.KEYWORD_ONLY}
         if "report" in found:

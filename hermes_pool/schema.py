@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from hermes_pool import account, crash_report, errors, snapshot
-from hermes_pool.conversation import reply
-from hermes_pool.process import death
+from hermes_pool.conversation import events, reply
+from hermes_pool.process import death, launcher
 from hermes_pool.scheduling import pool_state
 from hermes_pool_worker import wire
 from hermes_pool_worker.plain import Plain, schema_of_class
 
 _FROM_THE_WIRE = (*get_args(wire.TurnEvent), wire.BackgroundFinished)
-_MODULES = (account, crash_report, errors, snapshot, reply, death, pool_state)
+_MODULES = (account, crash_report, errors, snapshot, reply, events, death, launcher, pool_state)
 """Where the other values are defined."""
 
 

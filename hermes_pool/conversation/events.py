@@ -9,9 +9,10 @@ from hermes_pool.account import ToolUse
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.errors import HermesPoolError
 from hermes_pool_worker import wire
+from hermes_pool_worker.plain import Plain
 
 
-class TurnStarted(msgspec.Struct, frozen=True, kw_only=True):
+class TurnStarted(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """A worker was given the turn. Once for each turn, however many workers it takes."""
 
     turn_id: str
@@ -21,14 +22,14 @@ class TurnStarted(msgspec.Struct, frozen=True, kw_only=True):
     """What the host gave to ``start``."""
 
 
-class TurnEnded(msgspec.Struct, frozen=True, kw_only=True):
+class TurnEnded(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """The turn has ended for good. The last event of each turn that a worker was given, and of none other."""
 
     turn_id: str
     outcome: Reply | HermesPoolError
 
 
-class TurnSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class TurnSnapshot(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """A running turn as it stands: what all its events so far come to."""
 
     turn_id: str
@@ -45,7 +46,7 @@ class TurnSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Mapping[str, Any] = {}
 
 
-class OpenQuestion(msgspec.Struct, frozen=True, kw_only=True):
+class OpenQuestion(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """A question that waits for an answer."""
 
     conversation_id: str
@@ -55,7 +56,7 @@ class OpenQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """For how long it still waits, in seconds."""
 
 
-class EventsMissed(msgspec.Struct, frozen=True, kw_only=True):
+class EventsMissed(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """Events that the watcher asked for are not kept any more. ``snapshot`` is what to go on from.
 
     The ``seq`` of this event is that of the last event that the snapshot contains.
