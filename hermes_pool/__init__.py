@@ -70,9 +70,11 @@ if TYPE_CHECKING:
     from hermes_pool.conversation.events import ConversationEvent as ConversationEvent
     from hermes_pool.conversation.events import EventsMissed as EventsMissed
     from hermes_pool.conversation.events import OpenQuestion as OpenQuestion
+    from hermes_pool.conversation.events import QuestionAnswered as QuestionAnswered
     from hermes_pool.conversation.events import TurnEnded as TurnEnded
     from hermes_pool.conversation.events import TurnSnapshot as TurnSnapshot
     from hermes_pool.conversation.events import TurnStarted as TurnStarted
+    from hermes_pool.conversation.events import TurnSteered as TurnSteered
     from hermes_pool.conversation.reply import Reply as Reply
     from hermes_pool.conversation.turn import Turn as Turn
     from hermes_pool.manager import HermesSessionManager as HermesSessionManager
@@ -89,12 +91,14 @@ else:  # the same names once more, and where to find them; a test compares the t
         "Exit": "hermes_pool.process.launcher",
         "HermesSessionManager": "hermes_pool.manager",
         "OpenQuestion": "hermes_pool.conversation.events",
+        "QuestionAnswered": "hermes_pool.conversation.events",
         "Reply": "hermes_pool.conversation.reply",
         "Stopped": "hermes_pool.process.death",
         "Turn": "hermes_pool.conversation.turn",
         "TurnEnded": "hermes_pool.conversation.events",
         "TurnSnapshot": "hermes_pool.conversation.events",
         "TurnStarted": "hermes_pool.conversation.events",
+        "TurnSteered": "hermes_pool.conversation.events",
     }
 
     def __getattr__(name: str) -> _Any:

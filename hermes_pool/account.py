@@ -9,6 +9,8 @@ class ToolUse(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """One use of a tool in a turn."""
 
     name: str
+    call_id: str = ""
+    """Names the call, as its events do; empty if only the history knows of it."""
     arguments: str = ""
     """A preview, shortened by the agent."""
     finished: bool = False

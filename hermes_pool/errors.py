@@ -94,7 +94,7 @@ def _plain_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
     for each in reversed(kind.__mro__):
         if not issubclass(each, HermesPoolError):
             continue
-        found |= {name: hint for name, hint in get_annotations(each).items() if get_origin(hint) is not ClassVar}
+        found |= {name: hint for name, hint in get_annotations(each).items() if str(get_origin(hint)) != str(ClassVar)}
         taken = signature(vars(each)["__init__"]).parameters.values() if "__init__" in vars(each) else ()
         found |= {each.name: each.annotation for each in taken if each.kind is Parameter.KEYWORD_ONLY}
         if "report" in found:

@@ -182,7 +182,12 @@ class ActiveTurn:
         if len(self.tools) < CALLS_KEPT:
             self._tool_at[frame.call_id] = len(self.tools)
             self.tools.append(
-                ToolUse(name=frame.name, arguments=frame.arguments, may_have_acted=frame.name not in self._safe_tools)
+                ToolUse(
+                    name=frame.name,
+                    call_id=frame.call_id,
+                    arguments=frame.arguments,
+                    may_have_acted=frame.name not in self._safe_tools,
+                )
             )
         if len(self.tools_open) < CALLS_KEPT:
             self.tools_open[frame.call_id] = frame.name

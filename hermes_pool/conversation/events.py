@@ -22,6 +22,22 @@ class TurnStarted(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """What the host gave to ``start``."""
 
 
+class QuestionAnswered(msgspec.Struct, Plain, frozen=True, kw_only=True):
+    """A question is not open any more: somebody, or the host's policy, has answered it."""
+
+    turn_id: str
+    question_id: str
+    text: str | None
+    """The answer; ``None`` if nobody was there to answer, and the agent was told so."""
+
+
+class TurnSteered(msgspec.Struct, Plain, frozen=True, kw_only=True):
+    """Somebody has said something to the agent while it works on the turn."""
+
+    turn_id: str
+    text: str
+
+
 class TurnEnded(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """The turn has ended for good. The last event of each turn that a worker was given, and of none other."""
 
@@ -68,5 +84,5 @@ class EventsMissed(msgspec.Struct, Plain, frozen=True, kw_only=True):
     """The running turn; ``None`` if none runs."""
 
 
-ConversationEvent: TypeAlias = wire.TurnEvent | TurnStarted | TurnEnded | EventsMissed
+ConversationEvent: TypeAlias = wire.TurnEvent | TurnStarted | QuestionAnswered | TurnSteered | TurnEnded | EventsMissed
 """What ``HermesSessionManager.events`` yields, each with its ``seq``."""

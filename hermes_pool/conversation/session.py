@@ -15,7 +15,7 @@ from hermes_pool.conversation.background_jobs import summary_of
 from hermes_pool.conversation.crashes import died_with
 from hermes_pool.conversation.deadlines import Limit, TurnDeadlines
 from hermes_pool.conversation.event_log import EventLog
-from hermes_pool.conversation.events import OpenQuestion, TurnSnapshot
+from hermes_pool.conversation.events import OpenQuestion, QuestionAnswered, TurnSnapshot, TurnSteered
 from hermes_pool.conversation.line import Line
 from hermes_pool.conversation.metadata import SessionMetadata
 from hermes_pool.conversation.reply import Reply
@@ -413,6 +413,7 @@ class Session:
         if turn is not self.slot.turn or turn.state is not TurnState.RUNNING or connection is None:
             return False
         connection.send(wire.Steer(turn.turn_id, turn.attempt, text))
+        self.log.append(TurnSteered(turn_id=turn.turn_id, text=text), len(text))
         return True
 
     @property
@@ -457,6 +458,7 @@ class Session:
             return False
         turn.heard_at = self._loop.time()
         connection.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text or "", nobody=text is None))
+        self.log.append(QuestionAnswered(turn_id=turn.turn_id, question_id=question_id, text=text), len(text or ""))
         return True
 
     def _asked(self, turn: ActiveTurn, question: wire.Question) -> None:

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hermes_pool.conversation.active_turn import ActiveTurn
-from hermes_pool.conversation.events import TurnEnded, TurnStarted
+from hermes_pool.conversation.events import EventsMissed, TurnEnded
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.session import Session
 from hermes_pool.errors import HermesPoolError, InvalidUseError
@@ -146,10 +146,8 @@ class Turn:
                 return
             if isinstance(event, wire.TurnMessage) and event.turn_id == self.turn_id:
                 yield event
-            elif isinstance(event, TurnStarted) or self._turn.outcome is None:
-                continue
-            else:  # its end was missed
-                return
+            elif isinstance(event, EventsMissed) and self._turn.outcome is not None:
+                return  # its end was missed
 
     async def reply(self) -> Reply:
         """Wait for the end; return the reply, or raise the turn's error. Events that an entered turn has left are lost."""
