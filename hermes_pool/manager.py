@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -274,7 +274,7 @@ class HermesSessionManager:
 
     async def events(
         self, conversation: str | SessionKey, *, after: int | None = None
-    ) -> AsyncIterator[tuple[int, ConversationEvent]]:
+    ) -> AsyncGenerator[tuple[int, ConversationEvent], None]:
         """Watch a conversation: yield ``(seq, event)`` of all its turns, until the pool closes.
 
         Any number of watchers may come and go. ``seq`` grows by one from event to event; ``after`` is the last one that

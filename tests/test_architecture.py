@@ -53,6 +53,7 @@ MAY_IMPORT = {
         "control", "conversation", "crash_report", "errors", "process", "scheduling", "settings",
         "snapshot", "storage", "system",
     },
+    "fastapi": {"conversation", "errors", "manager", "scheduling", "settings", "snapshot"},
     "schema": {"account", "conversation", "crash_report", "errors", "process", "scheduling", "snapshot"},
     # People.
     "cli": {
@@ -77,6 +78,7 @@ THIRD_PARTY = {
     "control": {"msgspec"},
     "conversation": {"msgspec"},
     "cli": {"rich", "typer"},
+    "fastapi": {"fastapi", "starlette"},
 }
 """The libraries that each room knows."""
 

@@ -33,7 +33,7 @@ class Plain:
 
     def to_json(self) -> str:
         """Return ``to_dict`` as JSON text, in one line."""
-        return json.dumps(self.to_dict(), ensure_ascii=False, separators=(",", ":"))
+        return json_text(self.to_dict())
 
     @classmethod
     def json_schema(cls) -> Schema:
@@ -112,6 +112,14 @@ def plain(value: object) -> Any:
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray | memoryview):
         return [plain(item) for item in value]
     return plain(str(value))
+
+
+def json_text(value: Any) -> str:
+    """Return built-in types as JSON text in one line, also to readers that break lines at U+2028 and the like."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_BREAKS)
+
+
+_LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 def without_halves(text: str) -> str:
