@@ -34,7 +34,7 @@ environment, because the supervisor brings it along; it only needs msgspec there
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -45,15 +45,39 @@ __all__ = ["Agent", "AgentError", "MissingDependencyError", "Open", "Opened", "O
 
 
 class AgentError(Exception):
-    """Raise this from ``Agent.turn`` for a turn that failed and left no trace in the agent's history.
+    """Raise this from ``Agent.turn`` for a turn that failed.
 
-    ``reason`` is a short word for programs, such as ``"rate_limit"``; the text is for people. Any other exception out
-    of ``Agent.turn`` fails the turn with the reason ``"agent_error"``, and its traceback goes to the worker's log.
+    ``reason`` is a short word for programs, such as ``"rate_limit"``; the text is for people. ``retryable`` is whether
+    the same message may succeed with nothing fixed (``None``: what the reason implies), ``retry_after_s`` when, in
+    seconds. ``kept`` is whether the turn is in the agent's history, because a tool may have acted; by default it has
+    left no trace there. ``said`` is the reply so far; ``usage``, ``model`` and ``committed`` are those of ``Outcome``.
+
+    Any other exception out of ``Agent.turn`` fails the turn with the reason ``"agent_error"``, and its traceback goes
+    to the worker's log.
     """
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(
+        self,
+        reason: str,
+        text: str,
+        *,
+        retryable: bool | None = None,
+        retry_after_s: float | None = None,
+        kept: bool = False,
+        said: str = "",
+        usage: Mapping[str, int] | None = None,
+        model: str | None = None,
+        committed: str | None = None,
+    ) -> None:
         super().__init__(text)
         self.reason = reason
+        self.retryable = retryable
+        self.retry_after_s = retry_after_s
+        self.kept = kept
+        self.said = said
+        self.usage = dict(usage or {})
+        self.model = model
+        self.committed = committed
 
 
 class MissingDependencyError(Exception):
@@ -81,6 +105,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=False):
     """Counts of this turn, such as ``input_tokens`` and ``output_tokens``."""
     notice: str | None = None
     """A remark for people about this turn."""
+    kept: bool | None = None
+    """Whether the turn is in the agent's history. ``None``: it is, unless it was interrupted and either nothing of it
+    had been sent or ``RunningTurn.keep`` was false. A completed turn that is not kept could not be written: ``notice``
+    says why, and ``flush`` tries again."""
+    model: str | None = None
+    """The model that answered."""
+    pending_steer: str | None = None
+    """What the user said in the turn (see ``Agent.steer``) and the agent had no more use for."""
 
 
 class RunningTurn(Protocol):
@@ -162,6 +194,11 @@ class Agent(Protocol):
 
     The worker calls everything from its main thread, one call at a time, except ``interrupt``.
 
+    Three optional methods add to what the host can do. ``steer(text)`` takes a remark of the user in the middle of a
+    turn, in another thread as ``interrupt``, and returns whether it will be used. ``turns(after, limit)`` returns the
+    turns of the history after a mark, as a list of ``wire.PastTurn``, the oldest first; ``ValueError`` for a mark that
+    is not there. ``flush()`` writes to the history what could not be written before, and returns the mark, or raises.
+
     Two optional functions make starts faster. ``preload(options)``, a function of the agent's *module*, is called once
     in the zygote, the process from which workers are forked. It imports and reads what all workers need, and must not
     construct anything that a fork cannot share: no threads, no open files. ``prepare(options)``, a method, is called in
@@ -174,7 +211,8 @@ class Agent(Protocol):
 
         Do heavy imports here or in the factory. If the session cannot be resumed, begin a new one and say so in
         ``Opened.notice``. If the previous worker died, ``request.committed`` and ``request.unfinished`` tell what to
-        remove from the history (see ``Open``).
+        remove from the history, or to keep there (see ``Open``). ``request.earlier`` is what was said before a session
+        that is new.
 
         Raise ``MissingDependencyError`` for a problem that another attempt cannot solve.
         """
@@ -182,14 +220,15 @@ class Agent(Protocol):
     def turn(self, text: str, turn: RunningTurn) -> Outcome:
         """Answer ``text``, and keep the turn in the history. Raise ``AgentError`` for a turn that failed.
 
-        A turn that fails must leave no trace in the history: its text must not appear in the next prompt.
+        A turn that fails must leave no trace in the history: its text must not appear in the next prompt. If a tool
+        may have acted, though, the turn should stay, and say that it failed: the model must know what it has done.
         """
 
     def interrupt(self) -> None:
         """Make the running turn end soon. Called from another thread, and only while a turn runs.
 
         It must return at once. The turn then returns an ``Outcome`` of the kind ``interrupted``. An agent that does not
-        react in time is killed.
+        react in time is killed. What of the turn stays in the history is ``RunningTurn.keep``.
         """
 
     def close(self) -> None:

@@ -33,6 +33,9 @@ def outcome(value: object) -> Outcome:
         and value.kind == "completed"
         and not value.usage
         and value.notice is None
+        and value.kept is None
+        and value.model is None
+        and value.pending_steer is None
         and (session_id is None or type(session_id) is str)
         and (committed is None or type(committed) is str)
     ):

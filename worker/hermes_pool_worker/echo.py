@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from hermes_pool_worker.agent import AgentError, Open, Opened, Outcome, RunningTurn
+from hermes_pool_worker.wire import PastTurn
 
 _encode = msgspec.json.encode
 
@@ -22,6 +23,8 @@ class EchoAgent:
         self._first: str | None = None
         self._count = 0
         self._file: Path | None = None
+        self._texts: list[str] = []
+        """What the user said; only where there is no file."""
 
     def open(self, request: Open) -> Opened:
         """Begin a session, or read the file of the one to resume."""
@@ -35,6 +38,12 @@ class EchoAgent:
                 recovered = self._settle(self._file, self._read(self._file), request)
             elif request.session_id and request.committed != "0":  # with "0" it had no turns, so nothing is lost
                 notice = f"the session {request.session_id} is not known here; it starts again without its context"
+        if request.session_id is None:
+            for said in request.earlier:
+                if said.role == "user":
+                    self._first = said.text if self._first is None else self._first
+                    self._count += 1
+                    self._write(said.text)
         return Opened(
             self._session_id,
             resumed=self._count > 0,
@@ -62,6 +71,8 @@ class EchoAgent:
             return None
         if not request.given_up:
             return self._reply_to(last)
+        if request.keep and request.said:
+            return None  # somebody has seen it
         file.write_bytes(b"".join(line + b"\n" for line in file.read_bytes().splitlines()[:known]))
         self._count, self._first = known, self._first if known else None
         return None
@@ -73,16 +84,33 @@ class EchoAgent:
         self._count += 1
         reply = self._reply_to(text)
         turn.text(reply)
-        if self._file is not None:
-            try:
-                with self._file.open("ab") as file:
-                    file.write(_encode(text) + b"\n")
-            except OSError as error:
-                self._count -= 1
-                if not self._count:
-                    self._first = None
-                raise AgentError("history", f"the history could not be written: {error}") from error
+        try:
+            self._write(text)
+        except OSError as error:
+            self._count -= 1
+            if not self._count:
+                self._first = None
+            raise AgentError("history", f"the history could not be written: {error}") from error
         return Outcome(reply, committed=str(self._count))
+
+    def _write(self, text: str) -> None:
+        if self._file is None:
+            self._texts.append(text)
+            return
+        with self._file.open("ab") as file:
+            file.write(_encode(text) + b"\n")
+
+    def turns(self, after: str | None, limit: int) -> list[PastTurn]:
+        """Return the turns after a mark, which is their number."""
+        texts = self._texts
+        if self._file is not None and self._file.exists():
+            texts = [msgspec.json.decode(line, type=str) for line in self._file.read_bytes().splitlines()]
+        begin = int(after or 0)
+        if begin > len(texts):
+            raise ValueError(f"there are only {len(texts)} turns")
+        return [
+            PastTurn(str(number), text, text) for number, text in enumerate(texts[begin : begin + limit], begin + 1)
+        ]
 
     def _reply_to(self, text: str) -> str:
         if text == "/first":

@@ -14,12 +14,32 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
+
+import msgspec
 
 from hermes_pool_worker.agent import AgentError, Open, Opened, Outcome, RunningTurn
-from hermes_pool_worker.hermes_history import EMPTY_REPLY, NOTHING_YET, History, same_text
-from hermes_pool_worker.hermes_setup import HermesOptions, adopt_session, build_agent, files_read, import_hermes
-from hermes_pool_worker.wire import scrub
+from hermes_pool_worker.hermes_failures import LastFailure
+from hermes_pool_worker.hermes_history import (
+    NOTHING_YET,
+    History,
+    Row,
+    TurnNote,
+    is_finished,
+    may_have_acted,
+    past_turns,
+    reply_of,
+    text_digest,
+)
+from hermes_pool_worker.hermes_setup import (
+    PLATFORM,
+    HermesOptions,
+    adopt_session,
+    build_agent,
+    files_read,
+    import_hermes,
+)
+from hermes_pool_worker.wire import PastTurn, Said, scrub
 
 __all__ = ["HermesAgent", "HermesOptions"]
 
@@ -32,9 +52,6 @@ NOBODY_ANSWERED: Final = (
 )
 JOBS_LOOK_S: Final = 1.0
 """How often to check whether background commands have ended, in seconds."""
-INTERRUPTED: Final = "Operation interrupted"
-"""How the replies start that Hermes makes up for interrupted turns."""
-
 _USAGE: Final = (
     "input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens", "reasoning_tokens", "api_calls",
 )  # fmt: skip
@@ -67,6 +84,14 @@ class HermesAgent:
         self._task_id = ""
         self._turn: RunningTurn | None = None
         self._tools_started: dict[str, float] = {}
+        self._said: list[str] = []
+        """The reply so far of the running turn, as it was streamed."""
+        self._said_since_tool: list[str] = []
+        """The same since the last tool: Hermes has not stored this yet."""
+        self._safe_tools: frozenset[str] = frozenset()
+        self._failures = LastFailure()
+        self._unwritten: list[dict[str, Any]] = []
+        """The messages of completed turns that the history does not have."""
         self._jobs = Jobs()
 
     # --- the session ---
@@ -79,6 +104,7 @@ class HermesAgent:
         config = import_hermes(checked)
         from hermes_state import SessionDB  # noqa: PLC0415
 
+        self._failures.watch()
         self._database = SessionDB()
         self._agent = build_agent(config, checked, None, self._database, self._callbacks())
         # Otherwise Hermes would mark the session as ended when the worker leaves. It only goes dormant.
@@ -89,20 +115,27 @@ class HermesAgent:
         """Begin or resume a session in Hermes."""
         if self._agent is None:
             self.prepare(request.options)
+        self._safe_tools = frozenset(request.safe_tools)
         session_id, notice = self._find(request)
         if session_id:
             adopt_session(self._agent, session_id, self._database)
         self._history = History(self._database, self._agent.session_id)
         # Constant while the worker lives: Hermes keeps the folder and the shell of the tools under this name.
         self._task_id = self._agent.session_id
-        recovered, taken_back = self._tidy(request) if session_id else (None, "")
+        left = Left()
+        if session_id:
+            left = self._tidy(request)
+        elif request.earlier:
+            self._begin_with(request.earlier)
         self._messages, self._mark = self._history.load(), self._history.mark()
         return Opened(
             session_id=self._agent.session_id,
             resumed=bool(self._messages),
             committed=self._mark,
-            recovered=recovered,
-            notice=" ".join(filter(None, (notice, taken_back))) or None,
+            recovered=left.recovered,
+            notice=" ".join(filter(None, (notice, left.notice))) or None,
+            kept=left.kept,
+            acted=left.acted,
         )
 
     def _find(self, request: Open) -> tuple[str | None, str]:
@@ -120,27 +153,51 @@ class HermesAgent:
             self._database.reopen_session(session_id)
         return session_id, ""
 
-    def _tidy(self, request: Open) -> tuple[str | None, str]:
-        """Remove unfinished turns; return the reply of ``request.unfinished``, if any, and a notice or ``""``."""
-        history, said = self._history, ""
+    def _tidy(self, request: Open) -> "Left":
+        """Deal with what the last worker left of its last turn; return what became of it."""
+        history, notice = self._history, ""
         if not history.knows(request.committed):
-            said = "Hermes' history of this session ends before the last turn that is known to be complete."
-        beyond = history.beyond(request.committed)
+            notice = "Hermes' history of this session ends before the last turn that is known to be complete."
         unfinished = request.unfinished
-        if unfinished is not None:
-            # What follows belongs to the same turn: Hermes inserts messages of its own into long ones.
-            own = [at for at, turn in enumerate(beyond) if same_text(turn, unfinished.text)]
-            if own and beyond[-1].finished and not request.given_up:
-                return scrub(beyond[-1].reply), said
-            if own:
-                history.rewind(beyond[own[-1]])
-                del beyond[own[-1] :]
-        while beyond and not beyond[-1].finished:
-            turn = beyond.pop()
-            history.rewind(turn)
-            if turn.acted:
-                said += " An unfinished turn was removed from the history; its tools may have acted."
-        return None, said.strip()
+        note = history.noted(history.session_id, request.session_id or "")
+        if note is None and unfinished is not None and request.committed is not None:  # it died before it could note
+            note = TurnNote(unfinished.turn_id, request.committed, text_digest(unfinished.text))
+        is_ours = note is not None and unfinished is not None and note.turn_id == unfinished.turn_id
+        if note is None or (note.ended is not None and not is_ours):
+            return Left(notice=notice)
+        rows = history.beyond(note.began, note.digest)
+        if note.ended is not None and (later := history.beyond(note.ended)):
+            rows = rows[: -len(later)]  # another program has written them since
+        if is_finished(rows) and not (is_ours and request.given_up and not request.keep):
+            return Left(recovered=scrub(reply_of(rows)) if is_ours and not request.given_up else None, notice=notice)
+        acted = may_have_acted(rows, self._safe_tools)
+        said = request.said if is_ours and request.given_up else ""
+        if rows and (acted or said) and (request.keep or not is_ours):
+            why = request.why if is_ours and request.why else "the worker died"
+            history.seal(rows, _ended(said, why, acted=bool(acted)))
+            if not is_ours:
+                notice = f"{notice} An unfinished turn is in the history: its tools may have acted.".strip()
+            kept = True
+        else:
+            history.take_back(rows)
+            kept = False
+        history.note_ended(note, history.mark())
+        return Left(kept=kept and is_ours, acted=acted[:100] if kept and is_ours else [], notice=notice)
+
+    def _begin_with(self, earlier: Sequence[Said]) -> None:
+        """Write what was said before this agent came to the conversation into the new session."""
+        self._database.create_session(self._agent.session_id, PLATFORM, model=str(self._agent.model or ""))
+        role, texts = "", list[str]()
+        for said in [*earlier, None]:
+            if said is not None and said.role == role:
+                texts.append(scrub(said.text))
+                continue
+            if texts:
+                self._history.write([{"role": role, "content": "\n\n".join(texts), "finish_reason": "stop"}])
+            if said is not None:
+                role, texts = said.role, [scrub(said.text)]
+        if role == "user":
+            self._history.seal([], "[This message was not answered.]")
 
     def close(self) -> None:
         """Let the session go dormant: end its background commands, and close the database."""
@@ -168,82 +225,190 @@ class HermesAgent:
         # run within its turn: nobody would be here for its result later.
         declare_stateless_channel()
         set_current_session_key(APPROVAL_KEY)
+        self._catch_up()
         agent, before, used = self._agent, self._mark, self._usage()
+        note = TurnNote(turn.turn_id, before, text_digest(text))
+        self._history.note_began(turn.turn_id, text, before)
+        self._said, self._said_since_tool = [], []
+        self._failures.forget()
         # An interrupt that came too late for the previous turn would end this one at once.
         agent.clear_interrupt()
         self._turn = turn
         try:
             # Checked after _turn is set: a cancel either is seen here, or finds the turn running and interrupts it.
             if turn.cancelled.is_set():
-                return Outcome("", "interrupted", self._history.session_id, before)
+                self._history.note_ended(note, before)
+                return Outcome("", "interrupted", self._history.session_id, before, kept=False)
             result = agent.run_conversation(
                 scrub(text),
                 conversation_history=self._messages,
                 task_id=self._task_id,
-                stream_callback=turn.text,
+                stream_callback=self._text,
             )
         except (Exception, SystemExit) as error:
             self._follow(turn)
-            self._take_back(before)
-            raise AgentError("agent_error", f"{type(error).__name__}: {error}") from error
+            raise self._failed(note, "agent_error", f"{type(error).__name__}: {error}", used) from error
         finally:
             self._turn = None
             with _reported():
                 self._jobs.report(turn)
         self._follow(turn)
-        usage = {name: count - used[name] for name, count in self._usage().items() if count > used[name]}
-        kind, reply, notice = self._settle(result, before)
-        self._mark = self._history.mark()
-        return Outcome(reply, kind, self._history.session_id, self._mark, usage, notice)
+        return self._settle(result, note, turn, used)
 
     def interrupt(self) -> None:
         """End the running turn, if there is one."""
         if self._turn is not None:
             self._agent.interrupt()
 
-    def _settle(
-        self, result: Mapping[str, Any], before: str
-    ) -> tuple[Literal["completed", "interrupted", "partial"], str, str | None]:
-        """Put the history in order after a turn; return how the turn ended, its reply and its notice.
+    def steer(self, text: str) -> bool:
+        """Pass a remark of the user to Hermes, which shows it to the model after the next tool."""
+        return self._turn is not None and bool(self._agent.steer(scrub(text)))
+
+    def turns(self, after: str | None, limit: int) -> list[PastTurn]:
+        """Return the turns of the history after a mark."""
+        return past_turns(self._history.rows(), after, limit)
+
+    def flush(self) -> str:
+        """Write the turns that Hermes could not write; return the mark. Raises what the database raises."""
+        if self._unwritten:
+            self._history.take_back(self._history.beyond(self._mark))
+            self._history.write(self._unwritten)
+            self._unwritten = []
+            self._mark = self._history.mark()
+        return self._mark
+
+    def _catch_up(self) -> None:
+        """Take in what another program has written to the session, and write what could not be written before."""
+        if self._unwritten:
+            with contextlib.suppress(Exception):
+                self.flush()
+            return
+        if (mark := self._history.mark()) != self._mark:
+            self._messages, self._mark = self._history.load(), mark
+
+    def _settle(self, result: Mapping[str, Any], note: TurnNote, turn: RunningTurn, used: Mapping[str, int]) -> Outcome:
+        """Put the history in order after a turn, and return how it ended. Raise ``AgentError`` if it failed.
 
         The order of the checks matters: Hermes may call an interrupted turn completed, and a failed one partial.
         """
-        reply = scrub(result.get("final_response") or "")
+        reply, said = scrub(result.get("final_response") or ""), scrub("".join(self._said))
         why = scrub(str(result.get("error") or result.get("turn_exit_reason") or "Hermes gave no reason"))
-        beyond = self._history.beyond(before)
-        last = beyond[-1] if beyond else None
-        did_nothing = last is None or not (last.acted or last.reply)
-        kind: Literal["completed", "interrupted", "partial"] = "completed"
+        rows = self._own(note)
         if result.get("interrupted"):
-            kind = "interrupted"
-            reply = "" if reply.startswith(INTERRUPTED) else reply
-            if did_nothing:
-                self._take_back(before)
-                return kind, "", None
-        elif reply == EMPTY_REPLY or result.get("turn_exit_reason") == "empty_response_exhausted":
-            self._take_back(before)
-            raise AgentError("empty_response", "the model answered with empty text several times")
-        elif result.get("failed") or (not result.get("completed") and did_nothing):
+            acted = may_have_acted(rows, ())
+            if turn.keep and (said or acted):
+                self._seal(rows, _ended(scrub("".join(self._said_since_tool)), turn.why, acted=bool(acted)))
+                return self._ended(note, used, Outcome(said, "interrupted", kept=True), result)
+            self._take_back(rows)
+            return self._ended(note, used, Outcome(said, "interrupted", kept=False), result)
+        if result.get("turn_exit_reason") == "empty_response_exhausted":
+            raise self._failed(note, "empty_response", "the model answered with empty text several times", used)
+        did_nothing = not (said or may_have_acted(rows, ()) or reply_of(rows))
+        if result.get("failed") or (not result.get("completed") and did_nothing):
             # Hermes calls some turns partial although nothing was said or done. They failed; the reply is the error.
-            self._take_back(before)
-            raise AgentError(str(result.get("failure_reason") or "provider_error"), reply or why)
-        elif not result.get("completed"):
-            kind = "partial"
-            reply = scrub(last.reply) if last is not None and reply == why else reply
-        if last is not None and not last.finished:
-            # Without an answer here, Hermes would merge the next prompt into this one.
-            self._history.seal(reply or f"{INTERRUPTED}.")
-            self._messages = self._history.load()
-        else:
-            self._messages = result["messages"] if kind == "completed" else self._history.load()
-        return kind, reply, why if kind == "partial" else None
+            raise self._failed(note, str(result.get("failure_reason") or "provider_error"), reply or why, used)
+        if not result.get("completed"):
+            if not is_finished(rows):
+                # Without an answer here, Hermes would merge the next prompt into this turn.
+                self._seal(rows, reply or _ended(said, why, acted=True))
+            if reply == why and rows:
+                reply = scrub(reply_of(rows)) or reply
+            return self._ended(note, used, Outcome(reply, "partial", notice=why), result)
+        self._messages = result["messages"]
+        if is_finished(rows):
+            return self._ended(note, used, Outcome(reply), result, loaded=True)
+        return self._unwritten_turn(note, used, reply, result)
 
-    def _take_back(self, before: str) -> None:
-        """Remove what came after this mark from the history and from memory."""
-        beyond = self._history.beyond(before)
-        if beyond:
-            self._history.rewind(beyond[0])
+    def _unwritten_turn(
+        self, note: TurnNote, used: Mapping[str, int], reply: str, result: Mapping[str, Any]
+    ) -> Outcome:
+        """Return the outcome of a completed turn that Hermes could not write: only this process knows it."""
+        begin = max((at for at, each in enumerate(self._messages) if _is_users(each, note)), default=None)
+        if begin is not None:
+            self._unwritten += [dict(each) for each in self._messages[begin:]]
+        try:
+            self.flush()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reply is there
+            notice = f"The history could not be written, so this turn may be forgotten later ({error})."
+            outcome = Outcome(reply, kept=False, notice=notice)
+            return self._ended(note, used, outcome, result, loaded=True, mark=self._mark)
+        return self._ended(note, used, Outcome(reply), result, loaded=True)
+
+    def _own(self, note: TurnNote) -> list[Row]:
+        """Return the rows of the turn that is noted. What other programs wrote before it is not among them."""
+        if self._unwritten:
+            return []
+        return self._history.beyond(note.began, note.digest)
+
+    def _failed(self, note: TurnNote, reason: str, text: str, used: Mapping[str, int]) -> AgentError:
+        """Put the history in order after a failed turn, and return the error to raise.
+
+        If a tool may have acted, the turn stays, so that the model knows. Otherwise it leaves no trace.
+        """
+        failure = self._failures.failure
+        if failure is not None and reason != "empty_response":
+            reason = failure.reason
+        rows = self._own(note)
+        acted = may_have_acted(rows, self._safe_tools)
+        if acted:
+            self._seal(rows, _ended(scrub("".join(self._said_since_tool)), f"it failed: {reason}", acted=True))
+        else:
+            self._take_back(rows)
+        self._mark = self._history.mark()
+        self._history.note_ended(note, self._mark)
+        return AgentError(
+            reason,
+            text,
+            retry_after_s=None if failure is None else failure.retry_after_s,
+            kept=bool(acted),
+            said=scrub("".join(self._said)),
+            usage=self._used(used),
+            model=self._model(),
+            committed=self._mark,
+        )
+
+    def _ended(
+        self,
+        note: TurnNote,
+        used: Mapping[str, int],
+        outcome: Outcome,
+        result: Mapping[str, Any],
+        *,
+        loaded: bool = False,
+        mark: str | None = None,
+    ) -> Outcome:
+        """Note the end of a turn, and complete its outcome."""
+        if not loaded:
+            self._messages = self._history.load()
+        self._mark = self._history.mark() if mark is None else mark
+        self._history.note_ended(note, self._mark)
+        steer = result.get("pending_steer")
+        return msgspec.structs.replace(
+            outcome,
+            session_id=self._history.session_id,
+            committed=self._mark,
+            usage=self._used(used),
+            model=str(result.get("model") or "") or self._model(),
+            pending_steer=scrub(str(steer)) if steer else None,
+        )
+
+    def _seal(self, rows: Sequence[Row], text: str) -> None:
+        with _reported():
+            self._history.seal(rows, text)
         self._messages = self._history.load()
+
+    def _take_back(self, rows: Sequence[Row]) -> None:
+        """Remove the last rows from the history and from memory."""
+        with _reported():
+            self._history.take_back(rows)
+        if not self._unwritten:
+            self._messages = self._history.load()
+
+    def _used(self, before: Mapping[str, int]) -> dict[str, int]:
+        return {name: count - before[name] for name, count in self._usage().items() if count > before[name]}
+
+    def _model(self) -> str | None:
+        return str(getattr(self._agent, "model", "") or "") or None
 
     def _follow(self, turn: RunningTurn) -> None:
         """Report a new session id, if Hermes has changed it, as it may do in a compaction."""
@@ -268,6 +433,12 @@ class HermesAgent:
             "clarify_callback": self._clarify,
         }
 
+    def _text(self, delta: str | None) -> None:
+        if self._turn is not None and delta:
+            self._said.append(delta)
+            self._said_since_tool.append(delta)
+            self._turn.text(delta)
+
     def _reasoning(self, delta: str | None) -> None:
         if self._turn is not None and delta:
             self._turn.reasoning(delta)
@@ -278,6 +449,7 @@ class HermesAgent:
 
     def _tool_started(self, call_id: str, name: str, arguments: Any) -> None:
         self._tools_started[call_id] = time.monotonic()
+        self._said_since_tool = []
         if self._turn is not None:
             self._turn.tool_started(call_id, name, _preview(arguments))
 
@@ -308,6 +480,15 @@ class HermesAgent:
             _resolve(request, answer if answer in choices else "deny")
 
         threading.Thread(target=ask, name="hermes-pool-approval", daemon=True).start()
+
+
+class Left(msgspec.Struct, frozen=True):
+    """What became of the turn that the last worker had left unfinished."""
+
+    recovered: str | None = None
+    kept: bool = False
+    acted: list[str] = []
+    notice: str = ""
 
 
 class Jobs:
@@ -364,6 +545,17 @@ def _outcome(state: Mapping[str, Any]) -> str:
     said = scrub(str(state.get("output_preview") or "").strip())
     ended = f"exit code {state.get('exit_code')}"
     return f"{ended}: {said[-(PREVIEW_CHARS - len(ended) - 2) :]}" if said else ended
+
+
+def _ended(said: str, why: str, *, acted: bool) -> str:
+    """Return the answer that seals a turn that ended early: what was said, and what the model must know."""
+    why = why or "it was cancelled"
+    note = f"[This turn ended here: {why}." + (" The tools above may have acted.]" if acted else "]")
+    return f"{said}\n\n{note}" if said else note
+
+
+def _is_users(message: Mapping[str, Any], note: TurnNote) -> bool:
+    return message.get("role") == "user" and text_digest(str(message.get("content") or "")) == note.digest
 
 
 def _resolve(request: dict[str, Any], answer: str) -> None:

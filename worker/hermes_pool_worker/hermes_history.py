@@ -1,57 +1,49 @@
-"""The history of one session in Hermes' database, seen as turns: marks, unfinished turns, and removing a turn.
+"""The history of one session in Hermes' database: marks, whose rows are whose, and taking a turn back or sealing it.
 
 Hermes writes the user's row before it asks the model, and then each step as it happens. So a turn that failed, or
 during which the process was killed, leaves rows without an answer, and Hermes would merge their text into the next
 prompt.
 
+Whose rows are whose is never guessed from what they say: Hermes itself inserts user rows into a running turn, a user
+may write the same words, and another program may write to the session. It is known from their place. When a turn of
+ours begins and when it ends, the place is noted in Hermes' own database (``state_meta``), so that the next worker knows
+it too.
+
 Everything here uses the public methods of Hermes' ``SessionDB``. Nothing is deleted: a turn that is removed from the
 history stays on disk as inactive rows, as after Hermes' own ``/rewind``.
 """
 
+import contextlib
 import hashlib
-import itertools
 import json
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
+
+from hermes_pool_worker import wire
 from hermes_pool_worker.wire import scrub
 
-EMPTY_REPLY = "(empty)"
-"""What Hermes writes as the reply of a model that keeps answering with empty text."""
-_INJECTED = ("[System: ", "You've reached the maximum number of tool-calling iterations")
-"""How the user rows start that Hermes itself inserts into a running turn. They do not begin a turn."""
 NOTHING_YET = "0."
 """The mark of a session that has no messages yet."""
+UNFINISHED_TOOL = "[interrupted: this tool did not report its result. It may have acted.]"
+"""The result that a tool call without one is given, so that a provider accepts the history."""
+META_PREFIX = "hermes-pool:turn:"
 
 Row = dict[str, Any]
 
 
-class HistoryTurn:
-    """One user message and all that it caused: consecutive active rows of a session, the user's row first."""
+class TurnNote(msgspec.Struct, frozen=True):
+    """What is noted in Hermes' database about the last turn of ours in a session."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
-
-    @property
-    def text(self) -> str:
-        """What the user wrote."""
-        return _text(self.rows[0]).strip()
-
-    @property
-    def reply(self) -> str:
-        """The last text of the assistant, or ``""``."""
-        return next((_text(row) for row in reversed(self.rows) if row["role"] == "assistant" and _text(row)), "")
-
-    @property
-    def acted(self) -> bool:
-        """Whether a tool was called and may have had an effect."""
-        return any(row.get("tool_calls") or row["role"] == "tool" for row in self.rows)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the turn ends with an answer."""
-        last = self.rows[-1]
-        return last["role"] == "assistant" and not last.get("tool_calls") and _text(last) not in ("", EMPTY_REPLY)
+    turn_id: str
+    began: str
+    """The mark of the history when it began."""
+    digest: str
+    """Of the user's text: after a compaction, the place alone does not find its row."""
+    ended: str | None = None
+    """The mark when it had ended; ``None``: the worker died in it."""
 
 
 class History:
@@ -76,50 +68,143 @@ class History:
         The digest finds the row after a compaction, when the id no longer does: Hermes archives all rows and writes the
         ones that it keeps again, under the same session id or under another one.
         """
-        rows = self._rows()
-        return f"{rows[-1]['id']}.{_digest(rows[-1])}" if rows else NOTHING_YET
+        return mark_of(self.rows())
 
     def knows(self, mark: str | None) -> bool:
         """Whether the marked row is in the history, or was there until a compaction summarized it."""
-        rows = self._rows()
-        return mark is None or _place(rows, mark) is not None or _goes_on(rows, mark)
+        rows = self.rows()
+        return mark is None or place_of(rows, mark) is not None or _goes_on(rows, mark)
 
-    def beyond(self, mark: str | None) -> list[HistoryTurn]:
-        """Return the turns after the mark, oldest first; all turns if there is no mark.
-
-        If a compaction summarized the marked row, return the last turn: only a later turn can have caused that.
-        """
-        rows = self._rows()
-        place = 0 if mark is None else _place(rows, mark)
-        if place is None:
-            return _turns(rows)[-1:] if mark is not None and _goes_on(rows, mark) else []
-        return _turns(rows[place:])
-
-    def rewind(self, turn: HistoryTurn) -> None:
-        """Remove this turn and all later ones from the history."""
-        self._database.rewind_to_message(self.session_id, turn.rows[0]["id"])
-
-    def seal(self, text: str) -> None:
-        """End the last turn with this answer, so that Hermes does not merge the next prompt into it."""
-        self._database.append_message(self.session_id, "assistant", text, finish_reason="stop")
-
-    def _rows(self) -> list[Row]:
+    def rows(self) -> list[Row]:
+        """Return all rows."""
         rows: list[Row] = self._database.get_messages(self.session_id)
         return rows
 
+    # --- the turns of ours ---
 
-def same_text(turn: HistoryTurn, text: str) -> bool:
-    """Whether ``text`` is what the user wrote in this turn, in the form in which Hermes keeps it."""
+    def note_began(self, turn_id: str, text: str, began: str) -> None:
+        """Note that a turn of ours begins at this mark."""
+        self._note(TurnNote(turn_id, began, text_digest(text)))
+
+    def note_ended(self, note: TurnNote, ended: str) -> None:
+        """Note that it has ended: what comes after this mark is not part of it."""
+        self._note(msgspec.structs.replace(note, ended=ended))
+
+    def _note(self, note: TurnNote) -> None:
+        # A history that cannot be written is told where the turn's own rows are missing.
+        with contextlib.suppress(sqlite3.Error):
+            self._database.set_meta(META_PREFIX + self.session_id, msgspec.json.encode(note).decode())
+
+    def noted(self, *session_ids: str) -> TurnNote | None:
+        """Return the note about the last turn of ours under the first of these session ids that has one."""
+        for session_id in session_ids:
+            with contextlib.suppress(sqlite3.Error, msgspec.ValidationError, msgspec.DecodeError):
+                if stored := self._database.get_meta(META_PREFIX + session_id):
+                    return msgspec.json.decode(stored, type=TurnNote)
+        return None
+
+    def beyond(self, mark: str | None, digest: str | None = None) -> list[Row]:
+        """Return the rows after the mark; all rows if there is no mark.
+
+        If a compaction summarized the marked row, return those from the last user row whose text has this ``digest``.
+        """
+        rows = self.rows()
+        place = 0 if mark is None else place_of(rows, mark)
+        if place is not None:
+            return rows[place:]
+        if mark is None or not _goes_on(rows, mark):
+            return []
+        for at in range(len(rows) - 1, -1, -1):
+            if rows[at]["role"] == "user" and digest in (None, text_digest(text_of(rows[at]))):
+                return rows[at:]
+        return []
+
+    def take_back(self, rows: Sequence[Row]) -> None:
+        """Remove these rows, the last ones of the history. They begin with a user's row."""
+        first = next((row for row in rows if row["role"] == "user"), None)
+        if first is not None:
+            self._database.rewind_to_message(self.session_id, first["id"])
+
+    def seal(self, rows: Sequence[Row], text: str) -> None:
+        """End a turn with this answer, so that it is well paired and Hermes does not merge the next prompt into it."""
+        for call_id, name in open_calls(rows):
+            self._database.append_message(
+                self.session_id, "tool", UNFINISHED_TOOL, tool_name=name, tool_call_id=call_id
+            )
+        self._database.append_message(self.session_id, "assistant", text, finish_reason="stop")
+
+    def write(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Append messages as Hermes has them in memory. Raises what the database raises."""
+        for message in messages:
+            self._database.append_message(
+                self.session_id,
+                message["role"],
+                message.get("content"),
+                tool_name=message.get("tool_name") or message.get("name"),
+                tool_calls=message.get("tool_calls"),
+                tool_call_id=message.get("tool_call_id"),
+                finish_reason=message.get("finish_reason"),
+                reasoning=message.get("reasoning"),
+            )
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def mark_of(rows: Sequence[Row]) -> str:
+    """Return the mark after the last of these rows."""
+    return f"{rows[-1]['id']}.{_digest(rows[-1])}" if rows else NOTHING_YET
+
+
+def tool_names(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the tools that were called in these rows, in order."""
+    return [str((call.get("function") or {}).get("name") or "") for row in rows for call in _calls(row)]
+
+
+def may_have_acted(rows: Sequence[Row], safe_tools: Collection[str]) -> list[str]:
+    """Return the names of the tools in these rows that are not safe."""
+    return [name for name in tool_names(rows) if name not in safe_tools]
+
+
+def open_calls(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return the id and name of each tool call that has no result."""
+    answered = {row.get("tool_call_id") for row in rows if row["role"] == "tool"}
+    return [
+        (str(call.get("id")), str((call.get("function") or {}).get("name") or ""))
+        for row in rows
+        for call in _calls(row)
+        if call.get("id") not in answered
+    ]
+
+
+def is_finished(rows: Sequence[Row]) -> bool:
+    """Whether these rows of a turn end with an answer."""
+    if not rows:
+        return False
+    last = rows[-1]
+    return last["role"] == "assistant" and not _calls(last) and bool(text_of(last).strip())
+
+
+def reply_of(rows: Sequence[Row]) -> str:
+    """Return the last text of the assistant, or ``""``."""
+    return next((text_of(row) for row in reversed(rows) if row["role"] == "assistant" and text_of(row)), "")
+
+
+def text_digest(text: str) -> str:
+    """Return a digest of a user's text, in the form in which Hermes keeps it."""
     kept: str = scrub(text)
-    return turn.text == kept.strip()
+    return hashlib.sha256(kept.strip().encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
-def _turns(rows: Sequence[Row]) -> list[HistoryTurn]:
-    begins = [at for at, row in enumerate(rows) if row["role"] == "user" and not _text(row).startswith(_INJECTED)]
-    return [HistoryTurn(rows[begin:end]) for begin, end in itertools.pairwise([*begins, len(rows)])]
+def text_of(row: Row) -> str:
+    """Return the text of a row."""
+    content = row.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
 
 
-def _place(rows: Sequence[Row], mark: str) -> int | None:
+def place_of(rows: Sequence[Row], mark: str) -> int | None:
     """Return the index of the first row after the mark, or ``None`` if the marked row is not there."""
     if mark == NOTHING_YET:
         return 0
@@ -131,6 +216,47 @@ def _place(rows: Sequence[Row], mark: str) -> int | None:
         if rows[at]["id"] > row_id and _digest(rows[at]) == digest:
             return at + 1
     return None
+
+
+def past_turns(rows: Sequence[Row], after: str | None, limit: int) -> list[wire.PastTurn]:
+    """Return the turns in these rows after the mark, the oldest first. ``ValueError`` if the mark is not there.
+
+    A turn is a user's row and what follows it until an answer is complete: what Hermes inserts on the way there belongs
+    to the turn.
+    """
+    place = 0 if after is None else place_of(rows, after)
+    if place is None:
+        raise ValueError(f"the history has no mark {after}")
+    turns: list[wire.PastTurn] = []
+    begin = None
+    for at in range(place, len(rows)):
+        if rows[at]["role"] == "user" and begin is None:
+            begin = at
+        ends = at + 1 == len(rows) or rows[at + 1]["role"] == "user"
+        if begin is None or not ends or not is_finished(rows[begin : at + 1]):
+            continue
+        turn = rows[begin : at + 1]
+        turns.append(
+            wire.PastTurn(
+                mark_of(turn),
+                text_of(turn[0]).strip(),
+                reply_of(turn),
+                tool_names(turn)[:1000],
+                turn[0].get("timestamp"),
+            )
+        )
+        begin = None
+        if len(turns) >= limit:
+            break
+    return turns
+
+
+def _calls(row: Row) -> list[dict[str, Any]]:
+    calls = row.get("tool_calls")
+    if isinstance(calls, str):
+        with contextlib.suppress(ValueError):
+            calls = json.loads(calls)
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
 def _goes_on(rows: Sequence[Row], mark: str) -> bool:
@@ -146,10 +272,3 @@ def _row_id(mark: str) -> int:
 def _digest(row: Row) -> str:
     said = json.dumps([row["role"], row.get("content"), row.get("tool_calls"), row.get("tool_call_id")], default=str)
     return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-
-
-def _text(row: Row) -> str:
-    content = row.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""

@@ -317,10 +317,10 @@ class Worker:
         try:
             outcome = checks.outcome(self._agent.turn(turn.request.text, turn))
         except AgentError as error:
-            return self._failed(turn, error.reason, str(error))
+            return self._failed(turn, error)
         except Exception as error:  # noqa: BLE001 - an agent's bug fails its turn, not its worker
             traceback.print_exc()
-            return self._failed(turn, "agent_error", f"{type(error).__name__}: {error}")
+            return self._failed(turn, AgentError("agent_error", f"{type(error).__name__}: {error}"))
         finally:
             with self._turn_lock:
                 self._running = None
@@ -332,19 +332,28 @@ class Worker:
         try:
             self._sender.send(message)
         except wire.FrameTooLargeError as error:
-            self._sender.send(self._failed(turn, "frame_too_large", f"the reply does not fit on the wire: {error}"))
+            failure = AgentError("frame_too_large", f"the reply does not fit on the wire: {error}", kept=message.kept)
+            self._sender.send(self._failed(turn, failure))
 
     def _done(self, turn: WireTurn, outcome: Outcome) -> wire.TurnDone:
         self._session_id = outcome.session_id or self._session_id
         self._committed = outcome.committed or self._committed
+        kept = outcome.kept
+        if kept is None:
+            kept = outcome.kind != "interrupted" or (turn.keep and turn.was_seen)
+        pending_steer = "\n".join([*filter(None, [outcome.pending_steer]), *turn.pending_steer]) or None
         return wire.TurnDone(
             turn.turn_id, turn.attempt, outcome.text, self._session_id, outcome.kind, self._committed, outcome.usage,
-            outcome.notice,
+            outcome.notice, kept, outcome.model, pending_steer,
         )  # fmt: skip
 
-    def _failed(self, turn: WireTurn, reason: str, text: str) -> wire.TurnFailed:
+    def _failed(self, turn: WireTurn, error: AgentError) -> wire.TurnFailed:
         self._session_id = turn.session_id or self._session_id
-        return wire.TurnFailed(turn.turn_id, turn.attempt, checks.name(reason), text, self._session_id, self._committed)
+        self._committed = error.committed or self._committed
+        return wire.TurnFailed(
+            turn.turn_id, turn.attempt, checks.name(error.reason), str(error), self._session_id, self._committed,
+            error.kept, error.said, error.usage, error.model, error.retryable, error.retry_after_s,
+        )  # fmt: skip
 
 
 def _reap_adopted() -> None:

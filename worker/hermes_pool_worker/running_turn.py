@@ -23,7 +23,8 @@ class WireTurn:
     __slots__ = (
         "_cancelled", "_lock", "_next_sign_at", "_question_timeout_s", "_questions", "_questions_asked", "_sender",
         "_streams",
-        "attempt", "is_cancelled", "keep", "pending_steer", "request", "session_id", "turn_id", "why",
+        "attempt", "is_cancelled", "keep", "pending_steer", "request", "session_id", "turn_id", "was_seen",
+        "why",
     )  # fmt: skip
 
     def __init__(self, request: wire.Turn, sender: FrameSender, question_timeout_s: float = math.inf) -> None:
@@ -37,6 +38,8 @@ class WireTurn:
         self.why = ""
         self.pending_steer: list[str] = []
         """What was said with ``Steer`` and not used."""
+        self.was_seen = False
+        """Whether anything was sent that a person can have seen: a piece of the reply, or a tool."""
         self._sender = sender
         self._streams = request.streams
         self._next_sign_at = 0.0 if self._streams else time.monotonic() + PROGRESS_SIGN_S
@@ -60,8 +63,10 @@ class WireTurn:
 
     def text(self, delta: str) -> None:
         """See ``RunningTurn``."""
-        if delta and (self._streams or self._sign_is_due()):
-            self._send_piece(wire.TextDelta(self.turn_id, self.attempt, checks.text(delta)))
+        if delta:
+            self.was_seen = True
+            if self._streams or self._sign_is_due():
+                self._send_piece(wire.TextDelta(self.turn_id, self.attempt, checks.text(delta)))
 
     def reasoning(self, delta: str) -> None:
         """See ``RunningTurn``."""
@@ -70,6 +75,7 @@ class WireTurn:
 
     def tool_started(self, call_id: str, name: str, arguments: str = "") -> None:
         """See ``RunningTurn``."""
+        self.was_seen = True
         self._send(
             wire.ToolStarted(
                 self.turn_id, self.attempt, checks.name(call_id), checks.name(name), checks.text(arguments)
