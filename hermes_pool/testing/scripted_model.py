@@ -20,6 +20,7 @@ what is my name          the name of the latest earlier ``my name is X`` or ``I 
 ``[stall]``              streams the beginning of a reply, then hangs
 ``[hang]``               never answers, until the client leaves or the server closes
 ``[error CODE]``         answers with that HTTP status
+``[error CODE after N]`` the same, and asks the client to wait for N seconds (``Retry-After``)
 ======================== ==============================================================================================
 
 They can be combined: tools come first, one per request and in order; the rest applies to the reply after the last
@@ -54,7 +55,7 @@ _PREFIX = "(scripted) "
 _QUOTE_CHARS = 2000
 _TOOL = re.compile(r"\[tool (?P<command>[^\]]+)\]|\[call (?P<name>\w+) (?P<arguments>\{.*?\})\]", re.DOTALL)
 _SLOW = re.compile(r"\[slow (\d+)\]")
-_ERROR = re.compile(r"\[error (\d{3})\]")
+_ERROR = re.compile(r"\[error (\d{3})(?: after (\d+))?\]")
 _NAME = re.compile(r"\b(?:my name is|i am|i'm)\s+([^\W\d_][\w-]*)", re.IGNORECASE)
 
 
@@ -163,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
         call = _next_call(messages)
         error = _ERROR.search(text)
         if call is None and error is not None:
-            self._json(int(error[1]), _error(int(error[1])))
+            self._json(int(error[1]), _error(int(error[1])), retry_after=error[2])
         elif call is None and "[hang]" in text:
             self.server.model._wait_for_end(self.connection)  # noqa: SLF001
             self.close_connection = True
@@ -194,11 +195,13 @@ class _Handler(BaseHTTPRequestHandler):
         chunk = {**_envelope("chat.completion.chunk"), "choices": choices, **more}
         self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
 
-    def _json(self, status: int, value: dict[str, Any]) -> None:
+    def _json(self, status: int, value: dict[str, Any], *, retry_after: str | None = None) -> None:
         content = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
+        if retry_after is not None:
+            self.send_header("Retry-After", retry_after)
         self.end_headers()
         self.wfile.write(content)
 
