@@ -57,6 +57,7 @@ from hermes_pool.snapshot import PoolSnapshot as PoolSnapshot
 from hermes_pool.snapshot import SessionSnapshot as SessionSnapshot
 from hermes_pool.storage.record import SessionRecord as SessionRecord
 from hermes_pool_worker.wire import BackgroundFinished as BackgroundFinished
+from hermes_pool_worker.wire import PastTurn as PastTurn
 from hermes_pool_worker.wire import Question as Question
 from hermes_pool_worker.wire import ReasoningDelta as ReasoningDelta
 from hermes_pool_worker.wire import SessionMoved as SessionMoved

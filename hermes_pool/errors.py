@@ -179,7 +179,7 @@ class TurnIdConflictError(HermesPoolError, ValueError):
 
 
 class InvalidUseError(HermesPoolError, RuntimeError):
-    """A method was called where it makes no sense (``Turn.reply`` of a turn that was not entered): a bug in the host."""
+    """A method was called where it makes no sense (``Turn.reply`` of a turn that was not entered)."""
 
     code = "invalid_use"
 

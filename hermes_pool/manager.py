@@ -211,15 +211,13 @@ class HermesSessionManager:
         """
         session = self._session(conversation)
         turn = session.new_turn(text, "send", turn_id=turn_id, on_cancel=on_cancel, on_question=on_question)
-        if turn.outcome is None and not turn.is_on_its_way:
+        is_new = turn_id is None or turn.is_new
+        if is_new:
             session.start(turn)
-            owns = True
-        else:
-            owns = False
         try:
             outcome = await turn.settled()
         except asyncio.CancelledError:
-            if owns:
+            if is_new:
                 session.cancel(turn)
             raise
         if isinstance(outcome, Reply):
@@ -268,7 +266,7 @@ class HermesSessionManager:
         turn = session.new_turn(
             text, "start", turn_id=turn_id, metadata=metadata, on_cancel=on_cancel, on_question=on_question
         )
-        if turn.outcome is None and not turn.is_on_its_way:
+        if turn_id is None or turn.is_new:
             session.start(turn)
         return Turn(session, turn, begun=True)
 

@@ -183,7 +183,7 @@ class Timeouts(_Checked):
     wait_s: PositiveFloat = 600.0
     """Longest wait in the queue for a conversation, or for a worker where ``workers_max`` is reached."""
     unwatched_s: PositiveFloat | None = None
-    """A turn that was begun with ``start`` is cancelled once nobody has watched it for so long. ``None``: it goes on."""
+    """A turn of ``start`` is cancelled once nobody has watched it for so long. ``None``: it goes on."""
     drain_s: NonNegativeFloat = 0.0
     """How long a closing pool lets running and waiting turns come to their ends before it stops what is left."""
     idle_s: PositiveFloat = 900.0

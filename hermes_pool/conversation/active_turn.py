@@ -32,7 +32,7 @@ _QUEUED, _SETTLED = TurnState.QUEUED, TurnChange.SETTLED  # looked up once: ever
 
 Ending = HermesPoolError | Literal["cancelled"]
 """Why a turn was to end before its reply. An error is what its caller gets."""
-QuestionPolicy: TypeAlias = Callable[[SessionKey, wire.Question], "str | Awaitable[str | None] | None"]
+QuestionPolicy: TypeAlias = Callable[[SessionKey, wire.Question], str | Awaitable[str | None] | None]
 """Answers a question in the place of a person; ``None`` leaves it to those who watch."""
 Face: TypeAlias = Literal["send", "turn", "start"]
 """By which verb of the manager a message came: it decides who can see its events, and who can answer its questions."""
@@ -43,13 +43,13 @@ class ActiveTurn:
 
     __slots__ = (
         "_bytes_waiting", "_drained", "_events", "_left", "_log", "_on_settled", "_reasoned", "_reasoned_chars",
-        "_said", "_said_chars", "_safe_tools", "_tool_at", "_waiters", "attempt", "began_at", "beginning", "deaths",
+        "_safe_tools", "_said", "_said_chars", "_tool_at", "_waiters", "attempt", "began_at", "beginning", "deaths",
         "end", "ending", "face", "heard_at", "is_clients", "kept", "lags", "last_event", "metadata", "on_cancel",
-        "on_question", "outcome", "questions", "questions_open", "started_seq", "state", "streams", "text", "tools", "tools_open",
-        "turn_id",
+        "on_question", "outcome", "questions", "questions_open", "started_seq", "state", "streams", "text", "tools",
+        "tools_open", "turn_id",
     )  # fmt: skip
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - many attributes, one line each
         self,
         turn_id: str,
         text: str,
@@ -123,9 +123,9 @@ class ActiveTurn:
     # --- the session's side ---
 
     @property
-    def is_on_its_way(self) -> bool:
-        """Whether it was started, and has not settled."""
-        return self.outcome is None and (self.beginning is not None or self.state is not _QUEUED)
+    def is_new(self) -> bool:
+        """Whether it was not started yet."""
+        return self.state is _QUEUED and self.beginning is None
 
     @property
     def is_heard(self) -> bool:
@@ -150,8 +150,9 @@ class ActiveTurn:
     def started(self) -> None:
         """Tell those who watch the conversation that the turn has begun."""
         self.streams = self.streams or self._log.watchers > 0
-        self.started_seq = self._log.last_seq
-        self._log.turn_started(TurnStarted(turn_id=self.turn_id, text=self.text, metadata=self.metadata))
+        log = self._log
+        self.started_seq = log.turn_seq = log.last_seq
+        log.append(TurnStarted(turn_id=self.turn_id, text=self.text, metadata=self.metadata), len(self.text))
 
     def push(self, event: wire.TurnEvent) -> None:
         """Tell an event to those who watch the conversation, and to the caller, if the caller still listens."""
@@ -233,10 +234,8 @@ class ActiveTurn:
     def account(self) -> TurnAccount:
         """Return what is known about the turn."""
         end = self.end
-        if isinstance(end, wire.TurnDone):
-            said = end.text
-        else:
-            said = self.said if end is None or not end.said else end.said
+        told = None if end is None else end.text if isinstance(end, wire.TurnDone) else end.said or None
+        said = self.said if told is None else told
         return TurnAccount(
             tools=tuple(self.tools),
             text=said,
@@ -266,7 +265,9 @@ class ActiveTurn:
         if self.tools_open or self.questions_open:
             self._forget_open()
         if self.started_seq is not None:
-            self._log.turn_ended(TurnEnded(turn_id=self.turn_id, outcome=outcome))
+            said = outcome.text if isinstance(outcome, Reply) else outcome.message
+            self._log.append(TurnEnded(turn_id=self.turn_id, outcome=outcome), len(said))
+            self._log.turn_seq = None
         if self.is_clients:
             self._on_settled(self)
         if self._waiters:
@@ -300,7 +301,8 @@ class ActiveTurn:
 
     async def settled(self) -> Reply | HermesPoolError:
         """Wait for the outcome and return it. Unread events are dropped."""
-        self.drop_events()
+        if self._events is not None or self.lags:
+            self.drop_events()
         while self.outcome is None:
             await self._change()
         return self.outcome

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from time import time
 
-from hermes_pool.conversation.events import ConversationEvent, EventsMissed, TurnEnded, TurnSnapshot, TurnStarted
-from hermes_pool.conversation.reply import Reply
+from hermes_pool.conversation.events import ConversationEvent, EventsMissed, TurnSnapshot
 
 EVENTS_KEPT = 2048
 """How many events of a conversation are kept at most."""
@@ -29,24 +28,14 @@ class EventLog:
         self._bytes = 0
         self.last_seq = self._origin = int(time() * 1000)
         """The number of the latest event."""
-        self._turn_seq: int | None = None
-        """The number before the first event of the running turn."""
+        self.turn_seq: int | None = None
+        """The number before the first event of the running turn; ``None`` if none runs."""
         self.watchers = 0
         """How many follow the conversation now."""
         self.watched: Callable[[], None] | None = None
         """Called when the first watcher comes or the last one goes."""
         self._waiters: list[asyncio.Future[None]] = []
         self._closed = False
-
-    def turn_started(self, event: TurnStarted) -> None:
-        """Append the first event of a turn."""
-        self._turn_seq = self.last_seq
-        self.append(event, len(event.text))
-
-    def turn_ended(self, event: TurnEnded) -> None:
-        """Append the last event of a turn."""
-        self.append(event, len(event.outcome.text) if isinstance(event.outcome, Reply) else len(str(event.outcome)))
-        self._turn_seq = None
 
     def append(self, event: ConversationEvent, size: int = 0) -> None:
         """Append an event of about ``size`` bytes, and drop the oldest ones over the limits."""
@@ -69,10 +58,7 @@ class EventLog:
 
         ``None``: from the beginning of the running turn, or from now on if none runs.
         """
-        if after is None:
-            at = self.last_seq if self._turn_seq is None else self._turn_seq
-        else:
-            at = after
+        at = (self.turn_seq or self.last_seq) if after is None else after
         self.watchers += 1
         if self.watchers == 1 and self.watched is not None:
             self.watched()

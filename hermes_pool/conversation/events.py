@@ -1,4 +1,4 @@
-"""What a watcher of a conversation sees beside the events of its turns: that turns begin and end, and what was missed."""
+"""What a watcher of a conversation sees beside the events of a turn: its begin, its end, and what was missed."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias

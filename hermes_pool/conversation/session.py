@@ -504,12 +504,12 @@ class Session:
             self.answer(turn, question_id, None)
 
     def _caller_left(self, turn: ActiveTurn) -> None:
-        """The caller of ``turn`` reads no more events."""
+        """Take note that the caller of ``turn`` reads no more events."""
         if not self._is_watched(turn):
             self._nobody_watches(turn)
 
     def _watchers_changed(self) -> None:
-        """The first watcher came, or the last one went."""
+        """Take note that the first watcher came, or the last one went."""
         self._unwatched_since = self._loop.time()
         turn = self.slot.turn
         if self.log.watchers or turn is None:
@@ -640,44 +640,50 @@ class Session:
         if isinstance(frame, wire.TextDelta):  # first and by itself, since there may be thousands
             turn.last_event = "TextDelta"
             turn.push(frame)
-            if turn.lags and self.slot.connection is not None:
-                self.slot.connection.pause_reading()
+        elif isinstance(frame, wire.TurnDone):
+            self._settle(turn, self._done(turn, frame))
             return True
-        match frame:
-            case wire.TurnDone():
-                self._settle(turn, self._done(turn, frame))
-                return True
-            case wire.TurnFailed():
-                self.metadata.turn_failed(frame)
-                turn.end, turn.kept = frame, frame.kept
-                error = AgentFailedError(
-                    frame.text,
-                    reason=frame.reason,
-                    retryable=failures.is_retryable(frame.reason) if frame.retryable is None else frame.retryable,
-                    retry_after_s=frame.retry_after_s,
-                    conversation_id=self._id,
-                )
-                self._settle(turn, error if turn.ending is None else self._ended_early(turn))
-                return True
-            case wire.ToolStarted():
-                turn.tool_started(frame)
-            case wire.ToolFinished():
-                turn.tool_finished(frame)
-            case wire.Question():
-                turn.asked(frame, turn.heard_at + frame.timeout_s)
-            case wire.SessionMoved():
-                self.metadata.moved(frame.session_id)
-            case wire.ReasoningDelta() | wire.Status():
-                pass
-            case _:
-                assert_never(frame)
-        turn.last_event = type(frame).__name__
-        turn.push(frame)
-        if type(frame) is wire.Question:
-            self._asked(turn, frame)
+        elif isinstance(frame, wire.TurnFailed):
+            self._settle(turn, self._failed(turn, frame))
+            return True
+        else:
+            self._happened(turn, frame)
         if turn.lags and self.slot.connection is not None:
             self.slot.connection.pause_reading()
         return True
+
+    def _happened(self, turn: ActiveTurn, event: wire.TurnEvent) -> None:
+        """Record an event of the running turn, and tell it."""
+        match event:
+            case wire.ToolStarted():
+                turn.tool_started(event)
+            case wire.ToolFinished():
+                turn.tool_finished(event)
+            case wire.Question():
+                turn.asked(event, turn.heard_at + event.timeout_s)
+            case wire.SessionMoved():
+                self.metadata.moved(event.session_id)
+            case wire.TextDelta() | wire.ReasoningDelta() | wire.Status():
+                pass
+            case _:
+                assert_never(event)
+        turn.last_event = type(event).__name__
+        turn.push(event)
+        if type(event) is wire.Question:
+            self._asked(turn, event)
+
+    def _failed(self, turn: ActiveTurn, failed: wire.TurnFailed) -> Reply | HermesPoolError:
+        self.metadata.turn_failed(failed)
+        turn.end, turn.kept = failed, failed.kept
+        if turn.ending is not None:
+            return self._ended_early(turn)
+        return AgentFailedError(
+            failed.text,
+            reason=failed.reason,
+            retryable=failures.is_retryable(failed.reason) if failed.retryable is None else failed.retryable,
+            retry_after_s=failed.retry_after_s,
+            conversation_id=self._id,
+        )
 
     def _done(self, turn: ActiveTurn, done: wire.TurnDone) -> Reply | HermesPoolError:
         self.metadata.turn_done(done)

@@ -150,7 +150,7 @@ class Turn:
                 return  # its end was missed
 
     async def reply(self) -> Reply:
-        """Wait for the end; return the reply, or raise the turn's error. Events that an entered turn has left are lost."""
+        """Wait for the end; return the reply, or raise the turn's error. Unread events of ``turn`` are dropped."""
         self._check_begun()
         outcome = await self._turn.settled()
         if isinstance(outcome, Reply):

@@ -270,11 +270,11 @@ def test_a_compaction_keeps_the_place_of_the_marks(
     while not (model.requests and "[CONTEXT COMPACTION" in json.dumps(model.requests[-1]["messages"])):
         assert len(marks) < 12
         messages = worker.turn(f"number {len(marks)}: {long}")
-        assert isinstance(messages[-1], wire.TurnDone)
-        marks.append(done_of(messages).committed)
+        last = done_of(messages)
+        marks.append(last.committed)
         moved = next((message.session_id for message in of(messages, wire.SessionMoved)), moved)
     assert (moved is None) == in_place
-    lost = wire.Turn(messages[-1].turn_id, 1, f"number {len(marks) - 1}: {long}")
+    lost = wire.Turn(last.turn_id, 1, f"number {len(marks) - 1}: {long}")
     worker.kill()
 
     # The mark of the turn before the compaction, in a row that has been archived and written anew.

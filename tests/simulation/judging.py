@@ -179,7 +179,7 @@ def _unjustified(world: World, call: Call, error: HermesPoolError, hand_overs: l
                 return "no worker died in it"
             if rules.replay == "always":
                 return "it is always replayed"
-            return None if list(error.tools) == tools and tools else f"its tools are {tools}"
+            return None if [tool.name for tool in error.tools] == tools and tools else f"its tools are {tools}"
         case WorkerCrashedError():
             if tools and rules.replay != "always":
                 return f"it had started {tools}"

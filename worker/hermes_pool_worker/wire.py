@@ -105,7 +105,7 @@ class Steer(TurnMessage, frozen=True):
     text: str
 
 
-class Said(Message, frozen=True):
+class Said(msgspec.Struct, frozen=True, array_like=True):
     """One message of a conversation that somebody else than this agent has held so far."""
 
     role: Literal["user", "assistant"]
@@ -326,7 +326,7 @@ class Flushed(Message, frozen=True):
     error: str | None = None
 
 
-class PastTurn(Message, frozen=True):
+class PastTurn(msgspec.Struct, Plain, frozen=True, array_like=True):
     """One turn of the history: what the user said, the reply, and the mark of the history after it."""
 
     committed: Mark

@@ -6,13 +6,15 @@ import pytest
 from hermes_pool import Timeouts, TurnCancelledError
 from hermes_pool.conversation.active_turn import ActiveTurn
 from hermes_pool.conversation.deadlines import Limit, TurnDeadlines
+from hermes_pool.conversation.event_log import EventLog
 from tests import virtual_time
 
 TIMEOUTS = Timeouts(turn_s=1800, progress_s=600)
 
 
 def new_turn(name: str = "t") -> ActiveTurn:
-    turn = ActiveTurn(name, "text", drained=lambda _: None)
+    nothing = lambda _: None  # noqa: E731
+    turn = ActiveTurn(name, "text", log=EventLog(lambda: None), drained=nothing, left=nothing, on_settled=nothing)
     turn.began_at = turn.heard_at = asyncio.get_running_loop().time()
     return turn
 

@@ -16,7 +16,7 @@ RESTARTS = RestartPolicy(quarantine_after=2)
 
 
 def test_a_message_that_has_killed_twice_is_refused_and_any_other_is_not() -> None:
-    quarantine = Quarantine(RESTARTS, conversation_id="c")
+    quarantine = Quarantine(RESTARTS, lambda: 0.0, conversation_id="c")
     quarantine.note_death("kill")
     assert refused(quarantine.check, "kill") is None
     quarantine.note_death("kill")
@@ -32,7 +32,7 @@ def test_a_message_that_has_killed_twice_is_refused_and_any_other_is_not() -> No
 
 @pytest.mark.parametrize("way", ["completed", "release", "reset"])
 def test_a_quarantined_message_is_let_in_again_as_if_it_had_never_killed(way: str) -> None:
-    quarantine = Quarantine(RESTARTS)
+    quarantine = Quarantine(RESTARTS, lambda: 0.0)
     for _ in range(2):
         quarantine.note_death("kill")
     fingerprint = refused(quarantine.check, "kill").fingerprint
@@ -50,7 +50,7 @@ def test_a_quarantined_message_is_let_in_again_as_if_it_had_never_killed(way: st
 
 
 def test_the_completed_turn_of_another_message_clears_nothing() -> None:
-    quarantine = Quarantine(RESTARTS)
+    quarantine = Quarantine(RESTARTS, lambda: 0.0)
     for _ in range(2):
         quarantine.note_death("kill")
     quarantine.note_completed("fine")
@@ -59,7 +59,7 @@ def test_the_completed_turn_of_another_message_clears_nothing() -> None:
 
 
 def test_a_text_that_cannot_be_encoded_is_a_message_as_any_other() -> None:
-    quarantine = Quarantine(RESTARTS)
+    quarantine = Quarantine(RESTARTS, lambda: 0.0)
     for _ in range(2):
         quarantine.note_death("half \ud83d")
     assert refused(quarantine.check, "half \ud83d") is not None
@@ -67,7 +67,7 @@ def test_a_text_that_cannot_be_encoded_is_a_message_as_any_other() -> None:
 
 
 def test_nothing_of_the_text_is_kept_or_told() -> None:
-    quarantine = Quarantine(RESTARTS)
+    quarantine = Quarantine(RESTARTS, lambda: 0.0)
     secret = "open sesame"
     for _ in range(2):
         quarantine.note_death(secret)
@@ -78,7 +78,7 @@ def test_nothing_of_the_text_is_kept_or_told() -> None:
 
 
 def test_the_latest_killers_are_remembered_and_the_oldest_is_forgotten() -> None:
-    quarantine = Quarantine(RESTARTS)
+    quarantine = Quarantine(RESTARTS, lambda: 0.0)
     for _ in range(2):
         quarantine.note_death("first")
     for number in range(QUARANTINE_KEPT - 1):
@@ -94,7 +94,7 @@ def test_the_latest_killers_are_remembered_and_the_oldest_is_forgotten() -> None
 
 @pytest.mark.parametrize(("after", "refused_at"), [(0, None), (1, 1), (3, 3)])
 def test_how_many_deaths_it_takes_is_a_setting(after: int, refused_at: int | None) -> None:
-    quarantine = Quarantine(RestartPolicy(quarantine_after=after))
+    quarantine = Quarantine(RestartPolicy(quarantine_after=after), lambda: 0.0)
     for number in range(1, 6):
         quarantine.note_death("kill")
         if refused_at is None or number < refused_at:
@@ -109,7 +109,7 @@ def test_how_many_deaths_it_takes_is_a_setting(after: int, refused_at: int | Non
 def test_a_quarantine_knows_of_each_message_its_deaths_since_it_was_last_completed(
     happenings: list[tuple[str, str]],
 ) -> None:
-    quarantine = Quarantine(RESTARTS)
+    quarantine = Quarantine(RESTARTS, lambda: 0.0)
     deaths: dict[str, int] = {}
     for what, text in happenings:
         if what == "death":
