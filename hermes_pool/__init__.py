@@ -42,6 +42,7 @@ from hermes_pool.errors import WorkerDiedError as WorkerDiedError
 from hermes_pool.errors import WorkerStartError as WorkerStartError
 from hermes_pool.errors import WorkerStartTimeoutError as WorkerStartTimeoutError
 from hermes_pool.errors import WorkerUnusableError as WorkerUnusableError
+from hermes_pool.lifecycle import TurnState as TurnState
 from hermes_pool.scheduling.pool_state import Drained as Drained
 from hermes_pool.scheduling.pool_state import PoolState as PoolState
 from hermes_pool.settings import MemoryLimits as MemoryLimits
