@@ -17,6 +17,7 @@ from hermes_pool.storage.record import SessionRecord
 from hermes_pool_worker import wire
 
 if TYPE_CHECKING:  # SQLAlchemy takes longer to import than everything else together
+    from hermes_pool.storage.own_tables import RecordedTurn
     from hermes_pool.storage.store import ConversationStore
 
 Status = Literal["healthy", "dormant", "failed"]
@@ -61,6 +62,10 @@ class SessionMetadata:
         """Why it ended."""
         self.unwritten: str | None = None
         """Why the last completed turn is in the worker's memory only; ``None`` if the history has it."""
+        self.notice: str | None = None
+        """What the next reply has to tell about what was stored."""
+        self.open_turn: RecordedTurn | None = None
+        """A turn with an id of the host's in which an earlier host ended: the next worker tells what became of it."""
         self.unsaved = False
         """Whether anything has changed since the last save."""
         self.save_error: StoreError | None = None
@@ -216,12 +221,19 @@ class SessionMetadata:
         if self.session_id is not None and (self.unsaved or self._saving.locked()):
             return
         try:
-            stored = await self._store.load(self._key)
+            found = await self._store.find(self._key)
         except StateNotWritableError as error:
             # Its row cannot hold the metadata: it is left as it is, and the conversation goes on without.
             self.last_error = str(error)
             self._log.warning("state_unreadable", error=str(error))
             return
+        stored = found.record
+        if found.notice is not None and self.session_id is None:
+            self.notice = found.notice
+            self._log.warning("state_lost", notice=found.notice)
+        if self.unfinished is None and (left := found.open_turn) is not None and left.text is not None:
+            self.unfinished = wire.Turn(left.turn_id, 1, left.text)
+            self.open_turn = left
         if stored is not None and stored.session_id is not None:
             self.session_id, self.committed = stored.session_id, stored.committed
             self.restart_count = max(self.restart_count, stored.restart_count)

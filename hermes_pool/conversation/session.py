@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal, assert_never
 
+from hermes_pool.account import ToolUse, TurnAccount
+from hermes_pool.conversation import outcomes
 from hermes_pool.conversation.active_turn import ActiveTurn, Ending, Face, QuestionPolicy
 from hermes_pool.conversation.background_jobs import summary_of
 from hermes_pool.conversation.crashes import died_with
@@ -29,9 +31,11 @@ from hermes_pool.errors import (
     InvalidMessageError,
     MessageTooLargeError,
     RestartBackoffError,
+    StoreError,
     TurnCancelledError,
     TurnError,
     TurnIdConflictError,
+    TurnInterruptedError,
     TurnTimeoutError,
     WorkerStartError,
 )
@@ -100,6 +104,10 @@ class Session:
         self._safe_tools = frozenset(services.settings.safe_tools)
         self._ended: OrderedDict[str, ActiveTurn] = OrderedDict()
         """The latest turns that have ended, by the ids that the host gave them."""
+        self._left: dict[str, Reply | HermesPoolError] = {}
+        """What became of turns with ids of the host's in which an earlier host ended."""
+        self._recording: set[asyncio.Task[None]] = set()
+        """The outcomes that are being recorded."""
         self._named: dict[str, ActiveTurn] = {}
         """The turns that have not ended, by their ids, where the host gave those."""
         self._unwatched_since = self._loop.time()
@@ -236,6 +244,8 @@ class Session:
         stopped = await self.stop("the pool is closing", retryable=True)
         self._deadlines.stop()
         self.log.close()
+        if self._recording:
+            await asyncio.wait(self._recording, timeout=self._settings.timeouts.database_s)
         return stopped
 
     # --- what callers ask ---
@@ -261,11 +271,7 @@ class Session:
             known = self._known(turn_id)
             if known is not None:
                 if known.text != text:
-                    raise TurnIdConflictError(
-                        f"the turn id {turn_id!r} belongs to another message: give each message an id of its own",
-                        turn_id=turn_id,
-                        conversation_id=self._id,
-                    )
+                    raise self._conflict(turn_id)
                 return known
         return ActiveTurn(
             next(self._services.turn_ids) if turn_id is None else turn_id,
@@ -291,11 +297,60 @@ class Session:
         return self._named.get(turn_id) or self._ended.get(turn_id)
 
     def _forget(self, turn: ActiveTurn) -> None:
-        """Note that a turn has settled."""
-        if turn.is_clients and self._named.pop(turn.turn_id, None) is not None:
+        """Note that a turn with an id of the host's has settled. One that may run again is not remembered."""
+        if self._named.pop(turn.turn_id, None) is None or turn.outcome is None:
+            return
+        outcome = outcomes.recorded(turn.outcome)
+        if outcome is not None:
             self._ended[turn.turn_id] = turn
             if len(self._ended) > TURNS_REMEMBERED:
                 self._ended.popitem(last=False)
+        if turn.began_at:
+            self._record_soon(turn.turn_id, outcome)
+
+    def _record_soon(self, turn_id: str, outcome: str | None) -> None:
+        """Record the outcome of such a turn, in the background."""
+
+        async def record() -> None:
+            try:
+                await self._services.store.end_turn(self.key, turn_id, outcome)
+            except StoreError as error:
+                self._log.warning("turn_not_recorded", turn_id=turn_id, error=str(error))
+
+        task = self._services.in_background(record())
+        self._recording.add(task)
+        task.add_done_callback(self._recording.discard)
+
+    async def _recorded(self, turn: ActiveTurn) -> Reply | HermesPoolError | None:
+        """Return how a turn with this id of the host's ended before; record that it begins if it is new.
+
+        A database that fails never fails the turn: it runs, and is not remembered beyond this process.
+        """
+        if self._recording:
+            await asyncio.wait(self._recording)
+        if (known := self._left.pop(turn.turn_id, None)) is not None:
+            outcome = outcomes.recorded(known)
+            self._record_soon(turn.turn_id, outcome)
+            return known
+        try:
+            before = await self._services.store.begin_turn(
+                self.key, turn.turn_id, outcomes.digest_of(turn.text), turn.text
+            )
+        except StoreError as error:
+            self._log.warning("turn_not_recorded", turn_id=turn.turn_id, error=str(error))
+            return None
+        if before is None or (before.outcome is None and before.digest == outcomes.digest_of(turn.text)):
+            return None  # new, or it left nothing: the worker that opened the session has seen to that
+        if before.digest != outcomes.digest_of(turn.text):
+            raise self._conflict(turn.turn_id)
+        return outcomes.restored(before.outcome or "")
+
+    def _conflict(self, turn_id: str) -> TurnIdConflictError:
+        return TurnIdConflictError(
+            f"the turn id {turn_id!r} belongs to another message: give each message an id of its own",
+            turn_id=turn_id,
+            conversation_id=self._id,
+        )
 
     def start(self, turn: ActiveTurn) -> None:
         """Accept a turn: it runs at once if it can, and otherwise when its time comes.
@@ -322,6 +377,7 @@ class Session:
         self._take_up(turn)
         if (
             self.slot.state is _IDLE
+            and not turn.is_clients
             and not self.quarantine.killers
             and self._services.admission.state is _OPEN
             and self._loop.time() - self.slot.jobs.ready_since < CHECK_FROZEN_AFTER_S
@@ -368,10 +424,13 @@ class Session:
                 await self._replace_frozen()
             if self.slot.state is not _IDLE or self._services.admission.state is _CLOSED:
                 await self._have_idle_worker(turn)
-            if turn.ending is None:
+            outcome = await self._recorded(turn) if turn.is_clients else None
+            if self.slot.state is not _IDLE and turn.ending is None:  # it died during that
+                await self._have_idle_worker(turn)
+            if turn.ending is None and outcome is None:
                 self._hand_over(turn)
                 return
-            outcome = self._ended_early(turn)
+            outcome = outcome or self._ended_early(turn)
         except BaseException as error:  # noqa: BLE001 - it is the outcome of the turn
             self._refuse(turn, error)
             self._release()
@@ -821,7 +880,34 @@ class Session:
     # --- after a death ---
 
     def _worker_ready(self, opened: wire.Opened) -> None:
-        self._notice = opened.notice
+        self._notice = " ".join(filter(None, (self.metadata.notice, opened.notice))) or None
+        self.metadata.notice = None
+        left, self.metadata.open_turn = self.metadata.open_turn, None
+        if left is None:
+            return
+        if opened.recovered is not None:
+            outcome: Reply | HermesPoolError = Reply(
+                text=opened.recovered,
+                conversation_id=self._id,
+                session_id=opened.session_id,
+                turn_id=left.turn_id,
+                notice="The host ended during this turn; its reply was found in the history.",
+            )
+        elif opened.kept:
+            outcome = TurnInterruptedError(
+                "the host ended after a tool had started. The tool may have acted, so the message was not run again: "
+                "check what it did before you send it again",
+                exit="ended with its host",
+                returncode=None,
+                conversation_id=self._id,
+            )
+            tools = tuple(ToolUse(name=name) for name in opened.acted)
+            outcome.account_for(left.turn_id, TurnAccount(tools=tools, kept=True))
+        else:
+            self._record_soon(left.turn_id, None)
+            return
+        self._left[left.turn_id] = outcome
+        self._record_soon(left.turn_id, outcomes.recorded(outcome))
 
     def _worker_died(self, report: DeathReport, wanted: bool) -> None:
         """React to a death: the worker's turn still gets a reply or a clean error."""

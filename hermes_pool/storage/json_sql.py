@@ -18,8 +18,10 @@ Bound parameters:
 # ruff: noqa: S608 - names are quoted by the database's own rules, and every value is bound
 # ruff: noqa: D102 - a method is documented where it is abstract
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 OUTER = ("runtime_state", "hermes")
 """Path of a conversation's object in the document."""
@@ -59,6 +61,14 @@ class JsonSql(ABC):
         """Return a condition: the document is an object or empty."""
 
     @abstractmethod
+    def state_guard(self) -> str:
+        """Return a condition: the document and its ``runtime_state`` are objects or empty."""
+
+    @abstractmethod
+    def patched(self, patch: dict[str, Any]) -> tuple[str, dict[str, str]]:
+        """Return the document with a merge patch (RFC 7396) applied, and the parameters that the expression needs."""
+
+    @abstractmethod
     def leaf(self, user_id: str | None) -> str:
         """Return the leaf as text; NULL if there is no such object."""
 
@@ -79,6 +89,11 @@ class JsonSql(ABC):
     def set_runtime(self, *, create: bool) -> str:
         """Put ``:claim`` into the document and change nothing else."""
         return self._write(self.with_runtime(), self.root_guard(), create=create)
+
+    def merge(self, patch: dict[str, Any], *, create: bool) -> tuple[str, dict[str, str]]:
+        """Merge ``patch`` into the document, at every level; return the statement and its further parameters."""
+        value, values = self.patched(patch)
+        return self._write(value, self.state_guard(), create=create), values
 
     def load(self, user_id: str | None) -> str:
         """Select (guard, leaf) from the row."""
@@ -143,6 +158,17 @@ class SqliteJson(JsonSql):
                 ELSE 1 END)"""
         )
 
+    def state_guard(self) -> str:
+        levels = ("$", "$.runtime_state")
+        return self._if_valid(
+            " AND ".join(
+                f"coalesce(json_type(r.{self.state}, '{level}'), 'null') IN ('object', 'null')" for level in levels
+            )
+        )
+
+    def patched(self, patch: dict[str, Any]) -> tuple[str, dict[str, str]]:
+        return f"json_patch({self._document}, :patch)", {"patch": json.dumps(patch, allow_nan=False, default=str)}
+
     def root_guard(self) -> str:
         return self._if_valid(f"json_type(r.{self.state}) IN ('object', 'null')")
 
@@ -203,6 +229,27 @@ class PostgresJson(JsonSql):
         known = f"CASE json_typeof({schema}) WHEN 'number' THEN CAST(CAST({schema} AS text) AS numeric) <= :schema END"
         objects = (_is_empty_or_object(self._at(user_id, depth)) for depth in depths)
         return " AND ".join([*objects, f"coalesce({known}, TRUE)"])
+
+    def state_guard(self) -> str:
+        state = _is_empty_or_object(f"({self._root} -> 'runtime_state')")
+        return f"{_is_empty_or_object(self._root)} AND {state}"
+
+    def patched(self, patch: dict[str, Any]) -> tuple[str, dict[str, str]]:
+        values: dict[str, str] = {}
+
+        def applied(document: str, part: dict[str, Any]) -> str:
+            number = len(values)
+            plain = {name: value for name, value in part.items() if not isinstance(value, dict)}
+            values[f"patch{number}"] = json.dumps(plain, allow_nan=False, default=str)
+            result = _patched(_object(document), _json(f":patch{number}"))
+            for name, value in part.items():
+                if isinstance(value, dict):
+                    key = f"key{len(values)}"
+                    values[key] = name
+                    result = _put(result, _text(f":{key}"), applied(f"({document} -> {_text(f':{key}')})", value))
+            return result
+
+        return applied(self._root, patch), values
 
     def root_guard(self) -> str:
         return _is_empty_or_object(self._root)

@@ -1,7 +1,8 @@
 """What the pool keeps of each session in a database, inside the JSON column ``agent_state`` that Jarvis writes too.
 
 The table is the pool's own or one of Jarvis' (its engine, its model, its column), on SQLite or PostgreSQL. Only two
-members are ever written, ``runtime_state.hermes`` and ``runtime``, each by one atomic statement (``json_sql``).
+members are ever written, ``runtime_state.hermes`` and ``runtime``, each by one atomic statement (``json_sql``). What
+recovery needs is kept in tables of the pool's own as well (``own_tables``).
 """
 
 import asyncio
@@ -10,7 +11,8 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, cast
 
 import sqlalchemy as sa
@@ -19,11 +21,13 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
-from hermes_pool.errors import InvalidKeyError, SettingsError, StateNotWritableError, StoreError
+from hermes_pool.errors import InvalidKeyError, InvalidMessageError, SettingsError, StateNotWritableError, StoreError
 from hermes_pool.settings import SessionKey
 from hermes_pool.storage.engine import CONCURRENCY, check_dialect, make_engine, run_in_transaction, supported_url
 from hermes_pool.storage.json_sql import BY_DIALECT, JsonSql, leaf_path
+from hermes_pool.storage.own_tables import OwnTables, RecordedTurn
 from hermes_pool.storage.record import SCHEMA, SessionRecord
+from hermes_pool.system.log import logger
 from hermes_pool.system.threads import in_thread
 
 if TYPE_CHECKING:
@@ -43,6 +47,17 @@ class Conversation(_OwnTables, table=True):
     """The conversation's id."""
     agent_state: dict[str, Any] | None = Field(default=None, sa_column=sa.Column(sa.JSON, nullable=True))
     """``{"runtime": ..., "runtime_state": {"hermes": ...}}``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What is stored of a session."""
+
+    record: SessionRecord | None = None
+    notice: str | None = None
+    """What a person should know about it."""
+    open_turn: RecordedTurn | None = None
+    """A turn with an id of the host's in which the host ended."""
 
 
 class ConversationStore:
@@ -84,6 +99,8 @@ class ConversationStore:
         self._statements: dict[str, Any] = {}
         self._making_engine = threading.Lock()
         self._closed = False
+        self._own = OwnTables()
+        self._told = False  # that they cannot be made
 
     @classmethod
     def from_url(cls, url: str | sa.URL, timeout_s: float = 10.0) -> Self:
@@ -116,6 +133,72 @@ class ConversationStore:
 
         return await self._run(work, key.conversation_id)
 
+    async def find(self, key: SessionKey) -> Found:
+        """Return what is stored of a session: in ``agent_state`` or, where that has lost it or is older, in our table.
+
+        Raises what ``load`` raises.
+        """
+
+        def work(connection: sa.Connection) -> Found:
+            row = connection.execute(self._statement(self._sql.load(key.user_id)), self._parameters(key)).one_or_none()
+            if row is not None and not row[0]:
+                self._raise_refusal(connection, key.conversation_id, leaf_path(key.user_id))
+            stored = None if row is None or row[1] is None else SessionRecord.from_json(_parsed(row[1]))
+            if not self._own.ready_to_read(connection):
+                return Found(record=stored)
+            text = self._own.load(connection, key)
+            own = None if text is None else SessionRecord.from_json(_parsed(text))
+            open_turn = self._own.open_turn(connection, key)
+            if own is None or own.session_id is None or own.schema > SCHEMA:
+                return Found(record=stored, open_turn=open_turn)
+            if stored is None or stored.session_id is None:
+                return Found(record=own, notice=_LOST, open_turn=open_turn)
+            if stored.turns < own.turns:
+                return Found(record=own, notice=_STALE, open_turn=open_turn)
+            return Found(record=stored, open_turn=open_turn)
+
+        return await self._run(work, key.conversation_id)
+
+    async def begin_turn(self, key: SessionKey, turn_id: str, digest: str, text: str) -> RecordedTurn | None:
+        """Record that a turn with an id of the host's is about to run; return what is recorded if the id is not new."""
+
+        def work(connection: sa.Connection) -> RecordedTurn | None:
+            if not self._own.ready_to_write(connection) or self._own.begin_turn(connection, key, turn_id, digest, text):
+                return None
+            return self._own.turn(connection, key, turn_id)
+
+        return await self._run(work, key.conversation_id)
+
+    async def end_turn(self, key: SessionKey, turn_id: str, outcome: str | None) -> None:
+        """Record the outcome of such a turn, as JSON; ``None`` forgets it, so that it may run again."""
+
+        def work(connection: sa.Connection) -> None:
+            if self._own.ready_to_write(connection):
+                self._own.end_turn(connection, key, turn_id, outcome)
+
+        await self._run(work, key.conversation_id)
+
+    async def merge(self, conversation_id: str, state: Mapping[str, Any]) -> None:
+        """Merge ``state`` into ``runtime_state``, in one atomic statement: ``{"jarvis": {"mood": "calm"}}``.
+
+        Objects are merged at every level, any other value replaces what is there, and ``None`` removes a member (RFC
+        7396). All else in the column stays as it is, whoever writes it meanwhile. Raises ``InvalidMessageError`` for
+        the member ``hermes``, which is the pool's, and what ``save`` raises.
+        """
+        if "hermes" in state:
+            raise InvalidMessageError(
+                "runtime_state.hermes is the pool's: write beside it", conversation_id=conversation_id
+            )
+        document = {"runtime_state": dict(state)}
+        sql, values = self._sql.merge(document, create=self._create_rows)
+        await self._write(
+            sql,
+            {"id": self._row_id(conversation_id), **values},
+            _without_none(document),
+            conversation_id,
+            ("runtime_state",),
+        )
+
     async def save(self, key: SessionKey, record: SessionRecord) -> None:
         """Store ``record``. Everything else in ``agent_state`` is kept, unknown members of the session included.
 
@@ -128,7 +211,15 @@ class ConversationStore:
             document = {name: document}
         values = self._parameters(key) | {"members": _dumped(members), "claim": _dumped(claim)}
         sql = self._sql.save(key.user_id, create=self._create_rows)
-        await self._write(sql, values, claim | document, key.conversation_id, leaf_path(key.user_id))
+
+        def save_own(connection: sa.Connection) -> None:
+            if self._own.ready_to_write(connection):
+                self._own.save(connection, key, record.turns, _dumped(members))
+
+        await self._write(sql, values, claim | document, key.conversation_id, leaf_path(key.user_id), then=save_own)
+        if self._own.refused is not None and not self._told:
+            self._told = True
+            logger().warning("own_tables_failed", error=self._own.refused)
 
     async def set_runtime(self, conversation_id: str, runtime: Literal["hermes", "jarvis"]) -> None:
         """Choose which runtime answers this conversation. Writes ``runtime`` and nothing else."""
@@ -175,7 +266,14 @@ class ConversationStore:
     # --- one operation ---
 
     async def _write(
-        self, sql: str, values: dict[str, Any], document: dict[str, Any], conversation_id: str, keys: tuple[str, ...]
+        self,
+        sql: str,
+        values: dict[str, Any],
+        document: dict[str, Any],
+        conversation_id: str,
+        keys: tuple[str, ...],
+        *,
+        then: Callable[[sa.Connection], None] = lambda _: None,
     ) -> None:
         if self._create_rows:
             values["document"] = _dumped(document)
@@ -183,6 +281,7 @@ class ConversationStore:
         def work(connection: sa.Connection) -> None:
             if connection.execute(self._statement(sql), values).rowcount == 0:
                 self._raise_refusal(connection, conversation_id, keys)
+            then(connection)
 
         await self._run(work, conversation_id)
 
@@ -347,6 +446,8 @@ def _sql_for(dialect: sa.Dialect, id_column: sa.Column[Any], state_column: sa.Co
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
+_LOST = "agent_state had lost this session, and it was found again in the pool's own table."
+_STALE = "agent_state held an older state of this session; the newer one was found in the pool's own table."
 _JSON_TYPES = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
 
@@ -383,6 +484,13 @@ def _parsed(value: str) -> Any:
     return json.loads(
         value, parse_constant=refuse, parse_int=lambda digits: int(digits) if len(digits) < 1000 else None
     )
+
+
+def _without_none(value: Any) -> Any:
+    """Return a merge patch as the document that it makes of nothing."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _without_none(each) for name, each in value.items() if each is not None}
 
 
 def _dumped(value: dict[str, Any]) -> str:

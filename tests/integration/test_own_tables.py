@@ -1,0 +1,225 @@
+"""The pool's own tables beside Jarvis' table: what is found when ``agent_state`` has lost it, and ids of turns."""
+
+# ruff: noqa: F811 - a fixture that is imported is named again where it is asked for
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import registry
+from sqlmodel import Field, Session, SQLModel
+
+from hermes_pool import ConversationStore, InvalidMessageError, SessionKey, StateNotWritableError, TurnIdConflictError
+from hermes_pool.storage import own_tables
+from tests.integration.databases import Database, database, postgres_server, postgres_url  # noqa: F401 - fixtures
+from tests.support import Obedient, OpenPool, until
+
+KEY = SessionKey("c")
+
+
+class _Tables(SQLModel, registry=registry()):
+    pass
+
+
+class Conversation(_Tables, table=True):
+    id: str = Field(primary_key=True)
+    title: str = ""
+    agent_state: dict[str, Any] = Field(default_factory=dict, sa_column=sa.Column(sa.JSON))
+
+
+@pytest.fixture(params=["sync", "async"])
+async def engine(request: pytest.FixtureRequest, database: Database, nothing_left: None) -> AsyncIterator[Any]:
+    """Jarvis' engine, its table in it, and its conversation."""
+    url = sa.make_url(database.url)
+    sync = url.set(drivername="sqlite" if database.is_sqlite else "postgresql+psycopg")
+    made = sa.create_engine(sync)
+    _Tables.metadata.create_all(made)
+    with Session(made) as jarvis:
+        jarvis.add(Conversation(id="c", agent_state={"runtime_state": {"jarvis": {"x": 1}}}))
+        jarvis.commit()
+    if request.param == "sync":
+        yield made
+        made.dispose()
+        return
+    made.dispose()
+    asynchronous = create_async_engine(url.set(drivername="sqlite+aiosqlite") if database.is_sqlite else sync)
+    yield asynchronous
+    await asynchronous.dispose()
+
+
+def store(engine: Any) -> ConversationStore:
+    return ConversationStore(engine, Conversation, create_rows=False)
+
+
+def overwrite(database: Database, document: dict[str, Any]) -> None:
+    """Write the whole column, as an ORM does."""
+    database.sql("UPDATE conversation SET agent_state = ? WHERE id = 'c'", json.dumps(document))
+
+
+async def stored_session(database: Database) -> str:
+    def look() -> str | None:
+        state = json.loads(database.text_of_state("c") or "{}")
+        session_id: str | None = state.get("runtime_state", {}).get("hermes", {}).get("session_id")
+        return session_id
+
+    return await until(look, "the session to be stored")
+
+
+async def test_a_session_that_jarvis_has_overwritten_is_found_and_told(
+    database: Database, engine: Any, open_pool: OpenPool
+) -> None:
+    pool = await open_pool(store=store(engine))
+    first = await pool.send("c", "I am Ada")
+    await stored_session(database)
+    await pool.close()
+    overwrite(database, {"runtime_state": {"jarvis": {"x": 2}}})
+
+    pool = await open_pool(store=store(engine))
+    reply = await pool.send("c", "/first")
+    assert (reply.text, reply.session_id) == ("I am Ada", first.session_id)
+    assert reply.notice is not None
+    assert "had lost this session" in reply.notice
+    assert (await pool.send("c", "/count")).notice is None
+    assert await stored_session(database) == first.session_id
+    state = json.loads(database.text_of_state("c") or "")
+    assert state["runtime_state"]["jarvis"] == {"x": 2}
+
+
+async def test_an_older_state_that_jarvis_has_brought_back_does_not_win(
+    database: Database, engine: Any, open_pool: OpenPool
+) -> None:
+    pool = await open_pool(store=store(engine))
+    await pool.send("c", "one")
+    await stored_session(database)
+    await pool.send("c", "two")
+    old = json.loads(database.text_of_state("c") or "")
+    await pool.close()
+    old["runtime_state"]["hermes"] |= {"session_id": "echo-of-long-ago", "turns": 1}
+    overwrite(database, old)
+
+    pool = await open_pool(store=store(engine))
+    reply = await pool.send("c", "/count")
+    assert reply.text == "3"
+    assert "older state" in (reply.notice or "")
+
+
+async def test_without_the_right_to_make_tables_all_else_works(
+    database: Database, engine: Any, open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = sa.Table("no", sa.MetaData(), sa.Column("x", sa.Text, server_default=sa.text("no such function()")))
+    monkeypatch.setattr(own_tables, "TABLES", (broken,))
+    pool = await open_pool(store=store(engine))
+    turn = await pool.start("c", "one", turn_id="m1")
+    assert (await turn.reply()).text == "one"
+    await stored_session(database)
+    await pool.close()
+    pool = await open_pool(store=store(engine))
+    assert (await pool.send("c", "/first")).text == "one"
+
+
+def test_the_documented_statements_are_those_that_make_the_tables() -> None:
+    printed = [sys.executable, "-m", "hermes_pool.storage.own_tables"]
+    made = subprocess.run(printed, capture_output=True, text=True, check=True).stdout
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "your-own-table.md").read_text()
+    assert made in page
+
+
+async def test_the_tables_are_as_documented(database: Database, engine: Any, open_pool: OpenPool) -> None:
+    pool = await open_pool(store=store(engine))
+    await pool.send("c", "one")
+    await stored_session(database)
+    await until(lambda: database.sql("SELECT id FROM hermes_pool_session") == [("c",)], "the record in our table")
+    assert database.sql("SELECT count(*) FROM hermes_pool_turn") == [(0,)]
+
+
+# --- ids of turns -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_message_that_is_sent_again_after_a_restart_is_answered_and_not_run(
+    database: Database, engine: Any, open_pool: OpenPool
+) -> None:
+    pool = await open_pool(store=store(engine))
+    turn = await pool.start("c", "buy milk", turn_id="m1")
+    first = await turn.reply()
+    again = await pool.start("c", "buy milk", turn_id="m1")
+    assert again == turn
+    with pytest.raises(TurnIdConflictError):
+        await pool.start("c", "buy bread", turn_id="m1")
+    await pool.close()
+
+    pool = await open_pool(store=store(engine))
+    again = await pool.start("c", "buy milk", turn_id="m1")
+    assert (await again.reply()) == first
+    assert (await pool.send("c", "/count")).text == "2"
+    await pool.close()
+    pool = await open_pool(store=store(engine))
+    other = await pool.start("c", "buy bread", turn_id="m1")
+    with pytest.raises(TurnIdConflictError):
+        await other.reply()
+
+
+async def test_the_latest_ids_are_kept(database: Database, engine: Any, open_pool: OpenPool) -> None:
+    pool = await open_pool(store=store(engine))
+    count = own_tables.TURNS_KEPT + 5
+    for number in range(count):
+        await (await pool.start("c", f"text {number}", turn_id=f"m{number}")).reply()
+    await pool.close()
+    kept = [row[0] for row in database.sql("SELECT turn_id FROM hermes_pool_turn ORDER BY begun_at")]
+    assert kept == [f"m{number}" for number in range(5, count)]
+
+
+async def test_a_refused_message_may_come_again(open_pool: OpenPool, obedient: Obedient) -> None:
+    pool = await open_pool(**obedient.settings(), busy="reject")
+    running = await pool.start("c", "wait go", turn_id="m1")
+    await until(lambda: obedient.marks("begun"), "the turn to run")
+    with pytest.raises(Exception, match="reject"):
+        await pool.start("c", "second", turn_id="m2")
+    obedient.allow("go")
+    await running.reply()
+    assert (await (await pool.start("c", "second", turn_id="m2")).reply()).text == "second"
+
+
+# --- merge ------------------------------------------------------------------------------------------------------------
+
+
+async def test_merge_changes_what_it_names_and_nothing_else(database: Database, engine: Any) -> None:
+    ours = store(engine)
+    overwrite(
+        database,
+        {"a": 1, "runtime_state": {"hermes": {"session_id": "s"}, "jarvis": {"x": 1, "deep": {"y": [1], "z": 2}}}},
+    )
+    await ours.merge("c", {"jarvis": {"x": None, "deep": {"y": {"new": True}}, "b": "é'\"\\"}, "other": 5})
+    assert json.loads(database.text_of_state("c") or "") == {
+        "a": 1,
+        "runtime_state": {
+            "hermes": {"session_id": "s"},
+            "jarvis": {"deep": {"y": {"new": True}, "z": 2}, "b": "é'\"\\"},
+            "other": 5,
+        },
+    }
+    with pytest.raises(InvalidMessageError, match="pool's"):
+        await ours.merge("c", {"hermes": {}})
+    with pytest.raises(StateNotWritableError):
+        await ours.merge("unknown", {"jarvis": {}})
+    overwrite(database, {"runtime_state": []})
+    with pytest.raises(StateNotWritableError):
+        await ours.merge("c", {"jarvis": {}})
+
+
+async def test_concurrent_merges_and_saves_lose_nothing(database: Database, engine: Any, open_pool: OpenPool) -> None:
+    ours = store(engine)
+    pool = await open_pool(store=ours)
+    await asyncio.gather(
+        *(ours.merge("c", {"jarvis": {f"k{number}": number}}) for number in range(30)),
+        *(pool.send("c", f"message {number}") for number in range(5)),
+    )
+    session = await stored_session(database)
+    state = json.loads(database.text_of_state("c") or "")["runtime_state"]
+    assert state["jarvis"] == {"x": 1, **{f"k{number}": number for number in range(30)}}
+    assert state["hermes"]["session_id"] == session
