@@ -82,8 +82,10 @@ if TYPE_CHECKING:
     from hermes_pool.manager import HermesSessionManager as HermesSessionManager
     from hermes_pool.process.death import Stopped as Stopped
     from hermes_pool.process.launcher import Exit as Exit
+    from hermes_pool.storage.own_tables import RecordedTurn as RecordedTurn
     from hermes_pool.storage.store import Conversation as Conversation
     from hermes_pool.storage.store import ConversationStore as ConversationStore
+    from hermes_pool.storage.store import FoundSession as FoundSession
 else:  # the same names once more, and where to find them; a test compares the two
     _LATER = {
         "Conversation": "hermes_pool.storage.store",
@@ -91,9 +93,11 @@ else:  # the same names once more, and where to find them; a test compares the t
         "ConversationStore": "hermes_pool.storage.store",
         "EventsMissed": "hermes_pool.conversation.events",
         "Exit": "hermes_pool.process.launcher",
+        "FoundSession": "hermes_pool.storage.store",
         "HermesSessionManager": "hermes_pool.manager",
         "OpenQuestion": "hermes_pool.conversation.events",
         "QuestionAnswered": "hermes_pool.conversation.events",
+        "RecordedTurn": "hermes_pool.storage.own_tables",
         "Reply": "hermes_pool.conversation.reply",
         "Stopped": "hermes_pool.process.death",
         "Turn": "hermes_pool.conversation.turn",

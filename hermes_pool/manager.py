@@ -175,7 +175,8 @@ class HermesSessionManager:
         for session, end in zip(sessions, ends, strict=True):
             if isinstance(end, BaseException):
                 self._log.error("stop_failed", conversation_id=session.key.conversation_id, error=repr(end))
-        await asyncio.gather(*(session.metadata.save() for session in sessions if session.metadata.unsaved))
+        self._saver.close()
+        await asyncio.gather(*(session.metadata.finish() for session in sessions))
         await self._control.close()
         await self._services.factory.close()
         tasks = self._tasks - {asyncio.current_task()}

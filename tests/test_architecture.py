@@ -62,8 +62,8 @@ MAY_IMPORT = {
     },
     "__main__": {"cli"},
     "__init__": {
-        "account", "conversation", "crash_report", "errors", "manager", "process", "scheduling", "settings", "snapshot",
-        "storage",
+        "account", "conversation", "crash_report", "errors", "lifecycle", "manager", "process", "scheduling",
+        "settings", "snapshot", "storage",
     },
 }  # fmt: skip
 """The rooms of ``hermes_pool``, from the ground up, and every arrow between them: each imports these, all of these, and

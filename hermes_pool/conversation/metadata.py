@@ -211,6 +211,13 @@ class SessionMetadata:
             self._saved_session_id = record.session_id
             return True
 
+    async def finish(self) -> None:
+        """Save what is unsaved, and wait for a save that is under way: nothing is written once this has returned."""
+        if self.unsaved:
+            await self.save()
+        async with self._saving:
+            pass
+
     @property
     def never_storable(self) -> bool:
         """Whether the last save failed for good: the conversation's row cannot hold the metadata."""

@@ -16,9 +16,17 @@ class Saver:
     def __init__(self) -> None:
         self._due: dict[SessionMetadata, float] = {}  # on the loop's clock
         self._wanted = asyncio.Event()
+        self._closed = False
+
+    def close(self) -> None:
+        """Begin no more saves. One that is under way goes on."""
+        self._closed = True
+        self._due.clear()
 
     def soon(self, metadata: SessionMetadata, *, urgent: bool) -> None:
         """Schedule a save: almost at once if it is ``urgent`` or the session id is new, otherwise within a second."""
+        if self._closed:
+            return
         now = asyncio.get_running_loop().time()
         can_wait = metadata.identity_is_stored and not urgent
         if metadata in self._due and (can_wait or self._due[metadata] <= now + SAVE_URGENT_AFTER_S):

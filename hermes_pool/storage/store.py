@@ -50,7 +50,7 @@ class Conversation(_OwnTables, table=True):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundSession:
     """What is stored of a session."""
 
     record: SessionRecord | None = None
@@ -133,29 +133,29 @@ class ConversationStore:
 
         return await self._run(work, key.conversation_id)
 
-    async def find(self, key: SessionKey) -> Found:
+    async def find(self, key: SessionKey) -> FoundSession:
         """Return what is stored of a session: in ``agent_state`` or, where that has lost it or is older, in our table.
 
         Raises what ``load`` raises.
         """
 
-        def work(connection: sa.Connection) -> Found:
+        def work(connection: sa.Connection) -> FoundSession:
             row = connection.execute(self._statement(self._sql.load(key.user_id)), self._parameters(key)).one_or_none()
             if row is not None and not row[0]:
                 self._raise_refusal(connection, key.conversation_id, leaf_path(key.user_id))
             stored = None if row is None or row[1] is None else SessionRecord.from_json(_parsed(row[1]))
             if not self._own.ready_to_read(connection):
-                return Found(record=stored)
+                return FoundSession(record=stored)
             text = self._own.load(connection, key)
             own = None if text is None else SessionRecord.from_json(_parsed(text))
             open_turn = self._own.open_turn(connection, key)
             if own is None or own.session_id is None or own.schema > SCHEMA:
-                return Found(record=stored, open_turn=open_turn)
+                return FoundSession(record=stored, open_turn=open_turn)
             if stored is None or stored.session_id is None:
-                return Found(record=own, notice=_LOST, open_turn=open_turn)
+                return FoundSession(record=own, notice=_LOST, open_turn=open_turn)
             if stored.turns < own.turns:
-                return Found(record=own, notice=_STALE, open_turn=open_turn)
-            return Found(record=stored, open_turn=open_turn)
+                return FoundSession(record=own, notice=_STALE, open_turn=open_turn)
+            return FoundSession(record=stored, open_turn=open_turn)
 
         return await self._run(work, key.conversation_id)
 

@@ -44,7 +44,7 @@ from hermes_pool.process.factory import LAUNCHES_MAX
 from hermes_pool.process.launcher import Exit
 from hermes_pool.settings import QueueLimits, RestartPolicy, StartPolicy, Timeouts
 from hermes_pool.storage.record import SessionRecord
-from hermes_pool.storage.store import Found
+from hermes_pool.storage.store import FoundSession
 from hermes_pool.system import processes
 from hermes_pool_worker import wire
 from hermes_pool_worker.contract import EXIT_UNUSABLE
@@ -118,10 +118,10 @@ class FakeStore:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def find(self, key: SessionKey) -> Found:
+    async def find(self, key: SessionKey) -> FoundSession:
         conversation = key.conversation_id
         await self._answer("load")
-        return Found(record=self._world.records.get(conversation))
+        return FoundSession(record=self._world.records.get(conversation))
 
     async def save(self, key: SessionKey, record: SessionRecord) -> None:
         conversation = key.conversation_id
