@@ -18,7 +18,7 @@ from hermes_pool.conversation.active_turn import QuestionPolicy
 from hermes_pool.conversation.events import ConversationEvent, OpenQuestion
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.saver import Saver
-from hermes_pool.conversation.services import SessionServices
+from hermes_pool.conversation.services import History, OnTurn, SessionServices
 from hermes_pool.conversation.session import Session
 from hermes_pool.conversation.turn import Turn
 from hermes_pool.crash_report import DeathReport
@@ -66,6 +66,11 @@ class HermesSessionManager:
     ``on_question`` answers the agents' questions in the place of a person: it gets the key and the ``Question``, and
     returns the answer, or ``None`` to leave it to those who watch; it may be a coroutine function. A question that
     nobody can see is denied at once, or the agent is told to decide for itself.
+
+    ``history`` returns what was said in a conversation before the pool came to it, for one that has no session yet: the
+    messages, the oldest first, with ``role`` (others than ``user`` and ``assistant`` are left out) and ``content``.
+    ``on_turn`` is told each turn that has come to the history, in order, with its mark: see ``transcript``. Both may be
+    coroutine functions.
     """
 
     def __init__(
@@ -75,11 +80,15 @@ class HermesSessionManager:
         store: "ConversationStore | None" = None,
         on_background: Callable[[SessionKey, wire.BackgroundFinished], None] | None = None,
         on_question: QuestionPolicy | None = None,
+        on_turn: OnTurn | None = None,
+        history: History | None = None,
     ) -> None:
         self.settings = settings or PoolSettings()
         self._given_store = store
         self._on_background = on_background
         self._on_question = on_question
+        self._on_turn = on_turn
+        self._history = history
         self._sessions: dict[SessionKey, Session] = {}
         self._by_id: dict[str, Session] = {}  # those without a user: a known id needs no check and no key
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -122,6 +131,8 @@ class HermesSessionManager:
             in_background=self._in_background,
             on_background=self._on_background,
             on_question=self._on_question,
+            on_turn=self._on_turn,
+            history=self._history,
             turn_ids=map(f"{secrets.token_hex(4)}-{{}}".format, count(1)),
             reports=self._reports,
             sampler=self._sampler,
@@ -154,22 +165,35 @@ class HermesSessionManager:
         """Close."""
         await self.close()
 
-    async def close(self) -> dict[SessionKey, Stopped]:
+    async def close(self, drain_s: float | None = None) -> dict[SessionKey, Stopped]:
         """Save all metadata and stop all workers, in parallel and in bounded time; return how each was stopped.
 
-        Running turns end with ``TurnCancelledError``, waiting messages with ``PoolClosedError``. Cancelling the caller
-        does not cancel the closing. Another call waits for the same closing, and returns an empty dict.
+        For up to ``drain_s`` seconds (default: ``timeouts.drain_s``) running turns and waiting messages come to their
+        ends, and new messages are refused with ``PoolDrainingError``, which is retryable. What is left is cut: turns
+        end with ``TurnCancelledError``, which is retryable where the turn had no effect and nothing of it was kept;
+        without a drain, waiting messages end with ``PoolClosedError``.
+
+        Cancelling the caller does not cancel the closing. Another call waits for the same closing, and returns an empty
+        dict.
         """
-        entered = self._admission.state not in (PoolState.NEW, PoolState.CLOSED)
-        self._admission.become(PoolState.CLOSED)
-        if entered:
-            self._closing = asyncio.get_running_loop().create_task(self._close())
+        if self._closing is None and self._admission.state is not PoolState.NEW:
+            drain_s = self.settings.timeouts.drain_s if drain_s is None else drain_s
+            if self._admission.state is PoolState.DRAINED:
+                drain_s = 0.0
+            self._admission.become(PoolState.DRAINING if drain_s > 0 else PoolState.CLOSED)
+            self._closing = asyncio.get_running_loop().create_task(self._close(drain_s))
             return await asyncio.shield(self._closing)
-        if self._closing is not None:
+        if self._closing is None:
+            self._admission.become(PoolState.CLOSED)
+        else:
             await asyncio.shield(self._closing)
         return {}
 
-    async def _close(self) -> dict[SessionKey, Stopped]:
+    async def _close(self, drain_s: float) -> dict[SessionKey, Stopped]:
+        if drain_s > 0:
+            drained = await self._admission.drain(drain_s)
+            self._log.info("pool_drained", finished=drained.finished, cut=drained.cut)
+            self._admission.become(PoolState.CLOSED)
         sessions = list(self._sessions.values())
         ends = await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
         for session, end in zip(sessions, ends, strict=True):
@@ -289,6 +313,17 @@ class HermesSessionManager:
                 yield seq, event
         finally:
             await watching.aclose()
+
+    async def transcript(
+        self, conversation: str | SessionKey, *, after: str | None = None, limit: int = 100
+    ) -> list[wire.PastTurn]:
+        """Return the turns of a conversation's history, the oldest first: at most ``limit`` of those after a mark.
+
+        ``after`` is the mark (``PastTurn.committed``) of the last turn that the host has. Store it with that turn, in
+        one transaction, and each turn is stored once. A worker is started if there is none. Raises the errors of
+        ``send`` that occur before a turn, and ``StoreError`` for an unknown mark or an agent that tells no history.
+        """
+        return await self._session(conversation).transcript(after, limit)
 
     def turn_of(self, conversation: str | SessionKey) -> Turn | None:
         """Return the turn that the conversation is at; ``None`` if there is none."""

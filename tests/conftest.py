@@ -66,6 +66,9 @@ async def open_pool(tmp_path: Path, nothing_left: None, monkeypatch: pytest.Monk
         *,
         store: ConversationStore | None = None,
         on_background: Callable[[SessionKey, BackgroundFinished], None] | None = None,
+        on_question: Any = None,
+        on_turn: Any = None,
+        history: Any = None,
         sweep_s: float | None = None,
         sample_s: float | None = None,
         **settings: Any,
@@ -77,7 +80,14 @@ async def open_pool(tmp_path: Path, nothing_left: None, monkeypatch: pytest.Monk
         # A program of a test's own in the interpreter's place is no zygote.
         launcher = {"launcher": "spawn"} if "worker_python" in settings else {}
         values = {"agent": "echo", "state_dir": tmp_path / "state", "timeouts": quick(), **launcher, **settings}
-        pool = HermesSessionManager(PoolSettings(**values), store=store, on_background=on_background)
+        pool = HermesSessionManager(
+            PoolSettings(**values),
+            store=store,
+            on_background=on_background,
+            on_question=on_question,
+            on_turn=on_turn,
+            history=history,
+        )
         pools.append(await pool.__aenter__())
         return pool
 

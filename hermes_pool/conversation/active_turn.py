@@ -22,6 +22,10 @@ from hermes_pool_worker import wire
 
 CALLS_KEPT = 1000
 """How many tool calls, and open questions, of one turn are kept. A turn with more is an attack, or out of control."""
+USES_KEPT = 100
+"""How many uses of tools a turn tells afterwards. Of one that has more, and so is out of control, the first ones."""
+ARGUMENTS_CHARS_KEPT = 500
+"""How much of the arguments of each; Hermes shortens them to this as well."""
 EVENTS_WAITING_MAX = 1024
 """How many events may wait for a slow consumer. At this number the pool stops reading, which slows the worker down."""
 EVENT_BYTES_WAITING_MAX = 4 * 1024 * 1024
@@ -180,16 +184,17 @@ class ActiveTurn:
 
     def tool_started(self, frame: wire.ToolStarted) -> None:
         """Record a tool. From here on the turn may have had effects."""
-        if len(self.tools) < CALLS_KEPT:
+        use = ToolUse(
+            call_id=frame.call_id,
+            name=frame.name,
+            arguments=frame.arguments[:ARGUMENTS_CHARS_KEPT],
+            may_have_acted=frame.name not in self._safe_tools,
+        )
+        if len(self.tools) < USES_KEPT:
             self._tool_at[frame.call_id] = len(self.tools)
-            self.tools.append(
-                ToolUse(
-                    name=frame.name,
-                    call_id=frame.call_id,
-                    arguments=frame.arguments,
-                    may_have_acted=frame.name not in self._safe_tools,
-                )
-            )
+            self.tools.append(use)
+        elif use.may_have_acted and not self.may_have_acted:
+            self.tools[-1] = use  # that one may have acted must not be lost
         if len(self.tools_open) < CALLS_KEPT:
             self.tools_open[frame.call_id] = frame.name
 

@@ -14,7 +14,7 @@ class Line:
 
     def __init__(self) -> None:
         self._held = False
-        self._waiters: deque[tuple[ActiveTurn, asyncio.Future[None]]] = deque()
+        self._waiters: deque[tuple[object, asyncio.Future[None]]] = deque()
 
     @property
     def is_held(self) -> bool:
@@ -24,7 +24,7 @@ class Line:
     @property
     def turns(self) -> list[ActiveTurn]:
         """The turns that wait, the first one first."""
-        return [turn for turn, turned in self._waiters if not turned.done()]
+        return [turn for turn, turned in self._waiters if isinstance(turn, ActiveTurn) and not turned.done()]
 
     def __len__(self) -> int:
         """Return how many turns wait."""
@@ -37,24 +37,27 @@ class Line:
         self._held = True
         return True
 
-    def join(self, turn: ActiveTurn) -> "asyncio.Future[None]":
-        """Wait behind all that wait already: the conversation is held once the future is done. See ``leave``."""
+    def join(self, who: object) -> "asyncio.Future[None]":
+        """Wait behind all that wait already: the conversation is held once the future is done. See ``leave``.
+
+        ``who`` is a turn, or anything else that needs the conversation for itself for a moment.
+        """
         turned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((turn, turned))
+        self._waiters.append((who, turned))
         return turned
 
-    def leave(self, turn: ActiveTurn) -> None:
-        """Stop waiting. If the conversation has just been handed to this turn, it goes on to the next."""
+    def leave(self, who: object) -> None:
+        """Stop waiting. If the conversation has just been handed to this one, it goes on to the next."""
         for entry in self._waiters:
-            if entry[0] is turn:
+            if entry[0] is who:
                 self._waiters.remove(entry)
                 if not entry[1].cancel():
                     self.release()
                 return
 
-    def arrived(self, turn: ActiveTurn) -> None:
-        """Take note that this turn, to which the conversation was handed, goes on."""
-        self._waiters.remove(next(entry for entry in self._waiters if entry[0] is turn))
+    def arrived(self, who: object) -> None:
+        """Take note that this one, to which the conversation was handed, goes on."""
+        self._waiters.remove(next(entry for entry in self._waiters if entry[0] is who))
 
     def release(self) -> None:
         """Give the conversation up, or on to the first turn that waits."""

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal, assert_never
 
+import msgspec
+
 from hermes_pool.account import ToolUse, TurnAccount
 from hermes_pool.conversation import outcomes
 from hermes_pool.conversation.active_turn import ActiveTurn, Ending, Face, QuestionPolicy
@@ -20,6 +22,7 @@ from hermes_pool.conversation.event_log import EventLog
 from hermes_pool.conversation.events import OpenQuestion, QuestionAnswered, TurnSnapshot, TurnSteered
 from hermes_pool.conversation.line import Line
 from hermes_pool.conversation.metadata import SessionMetadata
+from hermes_pool.conversation.past import TurnTeller
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.services import SessionServices
 from hermes_pool.conversation.worker_slot import WorkerSlot
@@ -56,6 +59,8 @@ WATCHER_GRACE_S = 10.0
 """For how long a question waits for a watcher if none is there, in seconds: a page that is loaded again comes back."""
 TURN_ID_CHARS_MAX = 128
 """Longest id that a host may give to a turn."""
+TURNS_TOLD = 1000
+"""How many turns are told to the host at once, at most."""
 TURNS_REMEMBERED = 64
 """How many turns that have ended are remembered by the ids that the host gave them, for each conversation."""
 # Looked up once: in CPython 3.11 a member of an enumeration costs ten times as much as a global name, and these are on
@@ -104,6 +109,8 @@ class Session:
         self._safe_tools = frozenset(services.settings.safe_tools)
         self._ended: OrderedDict[str, ActiveTurn] = OrderedDict()
         """The latest turns that have ended, by the ids that the host gave them."""
+        on_turn = services.on_turn
+        self._teller = None if on_turn is None else TurnTeller(key, on_turn, self._log)
         self._left: dict[str, Reply | HermesPoolError] = {}
         """What became of turns with ids of the host's in which an earlier host ended."""
         self._recording: set[asyncio.Task[None]] = set()
@@ -244,7 +251,7 @@ class Session:
         stopped = await self.stop("the pool is closing", retryable=True)
         self._deadlines.stop()
         self.log.close()
-        if self._recording:
+        if self._recording:  # and telling
             await asyncio.wait(self._recording, timeout=self._settings.timeouts.database_s)
         return stopped
 
@@ -641,10 +648,10 @@ class Session:
             self._log.warning("idle_worker_frozen")
             await self.slot.kill("was stopped by a signal", wanted=True)
 
-    async def _have_idle_worker(self, turn: ActiveTurn) -> None:
+    async def _have_idle_worker(self, turn: ActiveTurn | None) -> None:
         """Make sure that the worker is idle: wait for the end of one that is being stopped, and start another."""
         starts = 0
-        while turn.ending is None:
+        while turn is None or turn.ending is None:
             self._services.admission.check_open(self)
             if self.state is WorkerState.IDLE:
                 return
@@ -825,10 +832,48 @@ class Session:
         metadata.turn_settled(error)
         if error is not None:
             self._log.info("turn_failed", turn_id=turn.turn_id, error=type(error).__name__)
-        if slot.retiring is None or slot.jobs.keep_worker:
+        if self._teller is not None and slot.connection is not None:
+            telling = self._services.in_background(self._tell_turns(self._teller, turn, slot.retiring))
+            self._recording.add(telling)
+            telling.add_done_callback(self._recording.discard)
+        elif slot.retiring is None or slot.jobs.keep_worker:
             self._release()
         else:
             self._services.in_background(self._retire(slot.retiring))
+
+    async def _tell_turns(self, teller: TurnTeller, turn: ActiveTurn, retiring: str | None) -> None:
+        """Tell the host what has come to the history, and let the next message in meanwhile."""
+        turns: list[wire.PastTurn] = []
+        try:
+            if self.state is WorkerState.IDLE:
+                turns = await self.slot.read_turns(teller.told, TURNS_TOLD)
+        except StoreError as error:
+            self._log.warning("turns_not_told", error=str(error))
+        if turns and turn.kept and turns[-1].committed == self.metadata.committed:
+            turns[-1] = msgspec.structs.replace(turns[-1], turn_id=turn.turn_id)
+        teller.told = turns[-1].committed if turns else self.metadata.committed
+        if retiring is None or self.slot.jobs.keep_worker:
+            self._release()
+        else:
+            self._services.in_background(self._retire(retiring))
+        await teller.tell(turns)
+
+    async def transcript(self, after: str | None, limit: int) -> list[wire.PastTurn]:
+        """Return the turns of the history after a mark; a worker is started if there is none."""
+        who = object()
+        if not self._line.take():
+            turned = self._line.join(who)
+            try:
+                await asyncio.shield(turned)
+            except BaseException:
+                self._line.leave(who)
+                raise
+            self._line.arrived(who)
+        try:
+            await self._have_idle_worker(None)
+            return await self.slot.read_turns(after, limit)
+        finally:
+            self._release()
 
     async def _retire(self, reason: str) -> None:
         """Stop the worker between two turns, and let the next message in only then."""
@@ -881,6 +926,9 @@ class Session:
 
     def _worker_ready(self, opened: wire.Opened) -> None:
         self._notice = " ".join(filter(None, (self.metadata.notice, opened.notice))) or None
+        if self._teller is not None and self._teller.told is None:
+            # What came after the last turn that an earlier host has stored: it may not have told that.
+            self._teller.told = self.metadata.committed if self.metadata.session_id else opened.committed
         self.metadata.notice = None
         left, self.metadata.open_turn = self.metadata.open_turn, None
         if left is None:

@@ -17,12 +17,14 @@ from hermes_pool.conversation.active_turn import ActiveTurn
 from hermes_pool.conversation.background_jobs import BackgroundJobs
 from hermes_pool.conversation.crashes import report_of
 from hermes_pool.conversation.metadata import SessionMetadata
+from hermes_pool.conversation.past import earlier_messages
 from hermes_pool.conversation.services import SessionServices
 from hermes_pool.crash_report import DeathReport
 from hermes_pool.errors import (
     HermesPoolError,
     NoCapacityError,
     PoolUnavailableError,
+    StoreError,
     TurnCancelledError,
     WorkerStartError,
     WorkerUnusableError,
@@ -174,8 +176,12 @@ class WorkerSlot:
         metadata = self._metadata
         if self.turn is None:  # in a turn, the metadata here is the newest
             await metadata.recall()
+        earlier: list[wire.Said] = []
+        if metadata.session_id is None and self._services.history is not None:
+            earlier = await earlier_messages(self._services.history, self.occupant.key)
         return self._services.factory.request(
             self._id,
+            earlier=earlier,
             session_id=metadata.session_id,
             committed=metadata.committed,
             unfinished=metadata.unfinished,
@@ -246,6 +252,20 @@ class WorkerSlot:
         return await in_thread_or_here(
             partial(processes.descendants_started_after, *worker, self._ready_after_s, self._servers)
         )
+
+    async def read_turns(self, after: str | None, limit: int) -> list[wire.PastTurn]:
+        """Return the turns of the history after a mark. ``StoreError`` if the idle worker does not tell them."""
+        assert self.connection is not None  # noqa: S101 - for the type checker: the worker is idle
+        try:
+            answer = await self.connection.ask_history(
+                wire.ReadTurns(after, limit), self._services.settings.timeouts.database_s
+            )
+        except TimeoutError:
+            raise StoreError("the worker did not tell its history in time", conversation_id=self._id) from None
+        if not isinstance(answer, wire.TurnsRead) or answer.error is not None:
+            why = answer.error if isinstance(answer, wire.TurnsRead) else "the worker gave another answer"
+            raise StoreError(f"the history cannot be told: {why}", conversation_id=self._id)
+        return answer.turns
 
     async def flush(self) -> str | None:
         """Let the idle worker write what its history lacks; return why it could not, or ``None``."""

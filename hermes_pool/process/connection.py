@@ -405,6 +405,7 @@ class WorkerConnection:
             return "closed"
         tree |= await self._tree()
         if term_grace_s > 0:
+            self.send(wire.Close())  # it outlives a SIGTERM that the pool does not mean
             process.send_signal(signal.SIGTERM)
             if await self._died_within(term_grace_s):
                 return "terminated"

@@ -75,8 +75,8 @@ class Occupant(Protocol):
     async def hibernate(self, idle_at_least_s: float, *, room_is_needed: bool = False, reason: str = "idle") -> bool:
         """Stop the worker if it is still idle, after saving the session; return whether it was stopped."""
 
-    async def stop(self, reason: str) -> object:
-        """End the running turn and the worker."""
+    async def stop(self, reason: str, *, retryable: bool = False) -> object:
+        """End the running turn and the worker; ``retryable``: another pool may take the message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -473,7 +473,9 @@ class Admission:
         self.become(PoolState.DRAINED)
         while self._is(PoolState.DRAINED) and (busy := [each for each in self.sessions() if _unanswered(each)]):
             counts_changed = self._watch_counts()
-            await asyncio.wait({self.in_background(session.stop("the pool was drained")) for session in busy})
+            await asyncio.wait(
+                {self.in_background(session.stop("the pool was drained", retryable=True)) for session in busy}
+            )
             if self._is(PoolState.DRAINED) and self._unanswered():
                 await counts_changed.wait()  # a message was between two states
         return Drained(max(0, before - cut), cut)

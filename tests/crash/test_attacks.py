@@ -364,7 +364,7 @@ async def test_a_flood_that_nobody_reads_is_slowed_down_or_dropped(
             else:
                 ended = await asyncio.wait_for(asyncio.gather(turn.reply(), return_exceptions=True), 20)
                 assert isinstance(ended[0], WorkerCrashedError) or getattr(ended[0], "text", "") == "flooded"
-                assert len(str(ended[0])) < 20_000
+                assert len(str(ended[0])) < 400_000
     assert growth.mib < 40
     assert complained == []
     assert (await asyncio.wait_for(pool.send("c", "hello again"), 10)).text == "hello again"

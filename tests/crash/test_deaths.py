@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hermes_pool import Reply
 from hermes_pool.conversation import active_turn
 from hermes_pool.errors import AgentFailedError, TurnInterruptedError, WorkerCrashedError
 from hermes_pool_worker import wire
@@ -160,7 +161,7 @@ async def test_callers_in_line_get_their_turn_after_a_crash(open_pool: OpenPool,
         pool.send("c", "fourth"),
         return_exceptions=True,
     )
-    assert [getattr(end, "text", type(end)) for end in ends] == [
+    assert [end.text if isinstance(end, Reply) else type(end) for end in ends] == [
         WorkerCrashedError, "second", WorkerCrashedError, "fourth",
     ]  # fmt: skip
     assert (await pool.send("c", "/count")).text == "3"

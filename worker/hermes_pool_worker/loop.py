@@ -53,6 +53,7 @@ def serve(
     """
     if born_with is None:  # a forked worker has the zygote's signal handling
         signals.reset()
+    signals.serve(wire_in)
     sender = FrameSender(wire_out, frame_bytes_max)
     versions = {"python": sys.version.split()[0], "msgspec": msgspec.__version__}
     sender.send(wire.Hello(wire.PROTOCOL, os.getpid(), agent_name, versions))
@@ -150,6 +151,8 @@ class Worker:
             case wire.Ping():
                 self._sender.send(wire.Pong(message.number))
             case wire.Open() | wire.Prepare() | wire.Flush() | wire.ReadTurns() | wire.Close():
+                if isinstance(message, wire.Close):
+                    signals.closing()
                 self._inbox.put(message)
             case _:
                 assert_never(message)

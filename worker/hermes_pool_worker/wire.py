@@ -335,6 +335,8 @@ class PastTurn(msgspec.Struct, Plain, frozen=True, array_like=True):
     tools: list[Name] = []
     at: float | None = None
     """When the user's message was stored, in seconds since the epoch."""
+    turn_id: str | None = None
+    """The turn's id, where the host's ``on_turn`` is told the turn that has just run; ``None`` elsewhere."""
 
 
 class TurnsRead(Message, frozen=True):

@@ -61,7 +61,7 @@ class Actor:
         self._become(WorkerState.STOPPED)
         return True
 
-    async def stop(self, reason: str) -> None:
+    async def stop(self, reason: str, *, retryable: bool = False) -> None:
         if self.starting is not None:
             self.starting.cancel()
             await asyncio.wait({self.starting})

@@ -1,3 +1,4 @@
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,13 +24,32 @@ def restored() -> Iterator[None]:
 
 @pytest.mark.usefixtures("restored")
 def test_what_a_host_passes_on_is_undone() -> None:
-    inherited = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
-    for number in inherited:
+    inherited = (signal.SIGQUIT, signal.SIGCHLD)
+    for number in (signal.SIGTERM, signal.SIGHUP, *inherited):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
     signals.reset()
     assert {signal.getsignal(number) for number in inherited} == {signal.SIG_DFL}
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    for name in signals.OUTLIVED:
+        assert callable(signal.getsignal(getattr(signal, name))), "a function is reset at exec"
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_signal_to_end_counts_only_if_the_pool_wants_it(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    signals.reset()
+    read_end, write_end = os.pipe()
+    ended = []
+    monkeypatch.setattr(os, "kill", lambda _pid, number: ended.append(number))
+    monkeypatch.setattr(signals, "_wire_in", read_end)
+    monkeypatch.setattr(signals, "_is_closing", False)
+    if waits:
+        os.write(write_end, b"unread")
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == ([signal.SIGTERM] if waits else [])
+    os.close(read_end)
+    os.close(write_end)
 
 
 @pytest.mark.usefixtures("restored")
