@@ -181,6 +181,7 @@ class WorkerSlot:
             earlier = await earlier_messages(self._services.history, self.occupant.key)
         return self._services.factory.request(
             self._id,
+            user_id=self.occupant.key.user_id,
             earlier=earlier,
             session_id=metadata.session_id,
             committed=metadata.committed,

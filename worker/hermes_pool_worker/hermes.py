@@ -6,6 +6,7 @@ does: the commands that a person has allowed for good.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from hermes_pool_worker.hermes_history import (
     TurnNote,
     is_finished,
     may_have_acted,
+    named_session,
     past_turns,
     reply_of,
     text_digest,
@@ -89,6 +91,8 @@ class HermesAgent:
         self._said_since_tool: list[str] = []
         """The same since the last tool: Hermes has not stored this yet."""
         self._safe_tools: frozenset[str] = frozenset()
+        self._name: str | None = None
+        """The conversation's name, until it is noted in Hermes' database beside its first turn."""
         self._failures = LastFailure()
         self._unwritten: list[dict[str, Any]] = []
         """The messages of completed turns that the history does not have."""
@@ -116,6 +120,7 @@ class HermesAgent:
         if self._agent is None:
             self.prepare(request.options)
         self._safe_tools = frozenset(request.safe_tools)
+        self._name = _name_of(request)
         session_id, notice = self._find(request)
         if session_id:
             adopt_session(self._agent, session_id, self._database)
@@ -141,7 +146,11 @@ class HermesAgent:
     def _find(self, request: Open) -> tuple[str | None, str]:
         """Return the id of the session to resume, or ``None`` for a new one, and a notice about it or ``""``."""
         if request.session_id is None:
-            return None, ""
+            named = named_session(self._database, self._name or "")
+            session_id = None if named is None else self._database.resolve_resume_session_id(named)
+            if session_id is None or self._database.get_session(session_id) is None:
+                return None, ""
+            return session_id, "The record of this conversation was lost; its session was found in Hermes' database."
         session_id = self._database.resolve_resume_session_id(request.session_id)
         row = self._database.get_session(session_id)
         if row is None and request.committed == NOTHING_YET:
@@ -225,10 +234,15 @@ class HermesAgent:
         # run within its turn: nobody would be here for its result later.
         declare_stateless_channel()
         set_current_session_key(APPROVAL_KEY)
+        # A subagent runs in a thread that has no part of this context; there Hermes looks into the environment.
+        os.environ["HERMES_SESSION_KEY"] = APPROVAL_KEY
         self._catch_up()
         agent, before, used = self._agent, self._mark, self._usage()
         note = TurnNote(turn.turn_id, before, text_digest(text))
         self._history.note_began(turn.turn_id, text, before)
+        if self._name is not None:
+            self._history.note_name(self._name)
+            self._name = None
         self._said, self._said_since_tool = [], []
         self._failures.forget()
         # An interrupt that came too late for the previous turn would end this one at once.
@@ -552,6 +566,12 @@ def _ended(said: str, why: str, *, acted: bool) -> str:
     why = why or "it was cancelled"
     note = f"[This turn ended here: {why}." + (" The tools above may have acted.]" if acted else "]")
     return f"{said}\n\n{note}" if said else note
+
+
+def _name_of(request: Open) -> str:
+    """Return the name of a conversation, which is that of no other pool's: several may share one home of Hermes."""
+    parts = json.dumps([request.data_dir, request.conversation_id, request.user_id])
+    return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _is_users(message: Mapping[str, Any], note: TurnNote) -> bool:

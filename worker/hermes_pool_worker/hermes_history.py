@@ -30,6 +30,7 @@ NOTHING_YET = "0."
 UNFINISHED_TOOL = "[interrupted: this tool did not report its result. It may have acted.]"
 """The result that a tool call without one is given, so that a provider accepts the history."""
 META_PREFIX = "hermes-pool:turn:"
+NAME_PREFIX = "hermes-pool:conversation:"
 
 Row = dict[str, Any]
 
@@ -95,6 +96,11 @@ class History:
         with contextlib.suppress(sqlite3.Error):
             self._database.set_meta(META_PREFIX + self.session_id, msgspec.json.encode(note).decode())
 
+    def note_name(self, name: str) -> None:
+        """Note that this is the session of the conversation of this name."""
+        with contextlib.suppress(sqlite3.Error):
+            self._database.set_meta(NAME_PREFIX + name, self.session_id)
+
     def noted(self, *session_ids: str) -> TurnNote | None:
         """Return the note about the last turn of ours under the first of these session ids that has one."""
         for session_id in session_ids:
@@ -146,6 +152,14 @@ class History:
                 finish_reason=message.get("finish_reason"),
                 reasoning=message.get("reasoning"),
             )
+
+
+def named_session(database: Any, name: str) -> str | None:
+    """Return the id of the session that was noted for the conversation of this name."""
+    with contextlib.suppress(sqlite3.Error):
+        session_id: str | None = database.get_meta(NAME_PREFIX + name)
+        return session_id
+    return None
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -127,7 +127,8 @@ class Open(Message, frozen=True):
 
     ``earlier`` is what was said in the conversation before this agent came to it, for a session that is new.
 
-    ``options`` are the ``agent_options`` of the settings. ``data_dir`` is a folder for the agent's own files.
+    ``user_id`` is set if the session is one user's part of the conversation. ``options`` are the ``agent_options`` of
+    the settings. ``data_dir`` is a folder for the agent's own files.
     ``question_timeout_s`` is the longest time that a question may wait for its answer, in seconds.
     """
 
@@ -144,6 +145,7 @@ class Open(Message, frozen=True):
     why: str = ""
     safe_tools: list[str] = []
     earlier: list[Said] = []
+    user_id: str | None = None
 
 
 class Prepare(Message, frozen=True):

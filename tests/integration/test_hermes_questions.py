@@ -1,0 +1,92 @@
+"""Questions of the real Hermes through the pool: who is asked, and what happens where nobody can answer."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hermes_pool import Question
+from hermes_pool.testing.scripted_model import ScriptedModel
+from tests.integration.hermes_program import NEEDS_HERMES, said
+from tests.support import OpenPool, quick, until
+
+pytestmark = NEEDS_HERMES
+
+
+@pytest.fixture
+def hermes(home: Path) -> dict[str, Any]:
+    return {"agent": "hermes", "hermes_home": home, "timeouts": quick(start_s=60)}
+
+
+def victims(folder: Path, *names: str) -> list[Path]:
+    for name in names:
+        (folder / name).mkdir()
+    return [folder / name for name in names]
+
+
+async def test_what_nobody_can_answer_is_denied_or_decided_at_once(
+    open_pool: OpenPool, hermes: dict[str, Any], tmp_path: Path
+) -> None:
+    pool = await open_pool(**hermes)
+    (victim,) = victims(tmp_path, "victim")
+    await asyncio.wait_for(pool.send("c", f"[tool rm -rf {victim}]"), 30)
+    assert victim.exists()
+    reply = await asyncio.wait_for(
+        pool.send("c", '[call clarify {"question": "Which colour?", "choices": ["red", "blue"]}]'), 30
+    )
+    assert "most sensible assumption" in reply.text
+
+
+async def test_a_subagents_dangerous_command_is_asked_of_the_caller(
+    open_pool: OpenPool, hermes: dict[str, Any], tmp_path: Path
+) -> None:
+    pool = await open_pool(**hermes)
+    allowed, denied = victims(tmp_path, "allowed", "denied")
+    asked: list[Question] = []
+    for victim, answer in ((allowed, "once"), (denied, "deny")):
+        goal = f'[call delegate_task {{"goal": "please [tool rm -rf {victim}]"}}]'
+        turn = await pool.start("c", goal)
+        async for event in turn:
+            if isinstance(event, Question):
+                asked.append(event)
+                assert await turn.answer(event.question_id, answer)
+        await turn.reply()
+    assert [str(victim) in question.text for victim, question in zip((allowed, denied), asked, strict=True)] == [
+        True,
+        True,
+    ]
+    assert (allowed.exists(), denied.exists()) == (False, True)
+
+
+async def test_a_session_is_found_by_its_conversation_when_every_record_is_lost(
+    open_pool: OpenPool, hermes: dict[str, Any], model: ScriptedModel, tmp_path: Path
+) -> None:
+    pool = await open_pool(**hermes)
+    first = await pool.send("c", "I am Ada")
+    await pool.send("d", "I am Bob")
+    await pool.close()
+    for file in (tmp_path / "state").glob("hermes-pool.db*"):
+        file.unlink()
+    pool = await open_pool(**hermes)
+    reply = await pool.send("c", "What is my name?")
+    assert (reply.session_id, "Ada" in reply.text) == (first.session_id, True)
+    assert "was found in Hermes' database" in (reply.notice or "")
+    assert said(model.requests[-1]) == ["I am Ada", "What is my name?"]
+    assert (await pool.send("new", "hello")).notice is None
+
+
+async def test_steering_and_the_transcript_work_through_the_pool(
+    open_pool: OpenPool, hermes: dict[str, Any], model: ScriptedModel
+) -> None:
+    told: list[str] = []
+    pool = await open_pool(**hermes, on_turn=lambda _, turn: told.append(turn.text))
+    turn = await pool.start("c", "[tool sleep 1] [tool echo b]")
+    await until(lambda: model.requests, "the model to be asked")
+    assert not await pool.steer("another", "x")
+    await until(lambda: pool.steer("c", "be quick"), "the remark to be taken")
+    await turn.reply()
+    assert any("be quick" in str(message["content"]) for message in model.requests[-1]["messages"])
+    (past,) = await pool.transcript("c")
+    assert (past.text, past.tools) == ("[tool sleep 1] [tool echo b]", ["terminal", "terminal"])
+    await until(lambda: told == [past.text], "the turn to be told")
