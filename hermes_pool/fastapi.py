@@ -22,7 +22,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, suppress
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response, WebSocket
 from fastapi.requests import HTTPConnection
@@ -37,7 +37,7 @@ from hermes_pool.settings import SessionKey
 from hermes_pool.snapshot import BreakerState
 from hermes_pool_worker.plain import json_text, plain, type_word
 
-__all__ = ["Sessions", "add_error_handlers", "health", "lifespan", "sessions", "sse"]
+__all__ = ["Sessions", "add_error_handlers", "error_response", "health", "lifespan", "sessions", "sse"]
 
 HEARTBEAT_S = 15.0
 """How often a stream without events sends a comment, in seconds: proxies close what is silent."""
@@ -48,6 +48,7 @@ SEQ_BELOW = 2**53
 TRY_AGAIN_LATER, INTERNAL_ERROR = 1013, 1011
 """With which codes a WebSocket is closed after an error."""
 
+T = TypeVar("T")
 Show = Callable[[ConversationEvent], Mapping[str, Any] | None]
 """What a stream shows of an event: a mapping with ``type``, or ``None`` for nothing."""
 
@@ -123,14 +124,23 @@ Sessions = Annotated[HermesSessionManager, Depends(sessions)]
 
 
 def sse(
-    request: Request, conversation: str | SessionKey, *, after: int | None = None, show: Show | None = None
+    request: Request,
+    conversation: str | SessionKey,
+    *,
+    after: int | None = None,
+    show: Show | None = None,
+    also: AsyncGenerator[Mapping[str, Any], None] | None = None,
 ) -> Response:
     """Return the events of a conversation as a ``text/event-stream``, which a browser's ``EventSource`` reads.
 
     Each event has its ``seq`` as ``id``, its type word as ``event`` and its JSON as ``data``. The stream goes on after
     the header ``Last-Event-ID``, which a browser sends when it connects again, else after ``after``, else from the
-    beginning of the running turn. ``show`` changes or leaves out what your clients may not see. A client that leaves
-    never ends a turn; one that is slow never slows the worker down. Raises ``InvalidKeyError`` and ``PoolClosedError``.
+    beginning of the running turn. A client that leaves never ends a turn; one that is slow never slows the worker down.
+
+    ``show`` changes or leaves out what your clients may not see. ``also`` yields events of your own: mappings that have
+    ``type``. They have no ``id``, so a client that was away does not get them later. It is closed with the stream.
+
+    Raises ``InvalidKeyError`` and ``PoolClosedError``.
     """
     manager = sessions(request)
     key = conversation if isinstance(conversation, SessionKey) else SessionKey(conversation)
@@ -139,7 +149,8 @@ def sse(
     seen = request.headers.get("Last-Event-ID", "")
     if seen.isascii() and seen.isdecimal() and len(seen) <= len(str(SEQ_BELOW)):
         after = int(seen)
-    return _EventStream(manager, key, after, show, request.app.state.hermes_pool_leaving)
+    leaving: asyncio.Event = request.app.state.hermes_pool_leaving
+    return _EventStream(manager, key, after=after, show=show, also=also, leaving=leaving)
 
 
 class _EventStream(Response):
@@ -151,18 +162,20 @@ class _EventStream(Response):
         self,
         manager: HermesSessionManager,
         key: SessionKey,
+        *,
         after: int | None,
         show: Show | None,
+        also: AsyncGenerator[Mapping[str, Any], None] | None,
         leaving: asyncio.Event,
     ) -> None:
         # A proxy must neither keep nor gather what is meant for now.
         super().__init__(headers={"Cache-Control": "no-store, no-transform", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._manager, self._key, self._after, self._show, self._leaving = manager, key, after, show, leaving
+        self._manager, self._key, self._after, self._leaving = manager, key, after, leaving
+        self._show, self._also = show, also or _nothing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until one side ends it. Not Starlette's own streaming, which may not notice that the client left."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         writing = asyncio.ensure_future(self._write(send))
         gone = asyncio.ensure_future(_client_gone(receive))
         tasks = {writing, gone}
@@ -178,33 +191,43 @@ class _EventStream(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send) -> None:
-        await send(_body(f"retry: {RECONNECT_MS}\n\n"))
         async with aclosing(self._texts()) as texts:
+            first = await anext(texts)
+            # From here on it watches: what a client asks for once it sees the answer cannot fall between the two.
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(_body(first))
             async for text in texts:
                 await send(_body(text))
 
     async def _texts(self) -> AsyncGenerator[str, None]:
         """Yield the events as text, and a comment where none comes for a while."""
-        async with aclosing(self._manager.events(self._key, after=self._after)) as events:
-            leave = asyncio.ensure_future(self._told_to_leave())
-            coming = asyncio.ensure_future(_next(events))
+        leave: asyncio.Future[Any] = asyncio.ensure_future(self._told_to_leave())
+        async with aclosing(self._manager.events(self._key, after=self._after)) as events, aclosing(self._also) as also:
+            coming, own = _next(events), _next(also)
             try:
+                await asyncio.sleep(0)
+                yield f"retry: {RECONNECT_MS}\n\n"
                 while True:
-                    await asyncio.wait({coming, leave}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                    every: set[asyncio.Future[Any]] = {coming, own, leave}
+                    await asyncio.wait(every, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
                     if coming.done():
-                        found = coming.result()
-                        if found is None:
+                        if (found := coming.result()) is None:
                             return
-                        coming = asyncio.ensure_future(_next(events))
+                        coming = _next(events)
                         yield self._text(*found)
+                    elif own.done():
+                        if (mine := own.result()) is not None:
+                            yield f"event: {mine['type']}\ndata: {json_text(plain(mine))}\n\n"
+                        own = _next(also) if mine is not None else asyncio.get_running_loop().create_future()
                     elif leave.done():  # and all that there was has been told
                         return
                     else:
                         yield ":\n\n"
             finally:
-                coming.cancel()
-                leave.cancel()
-                await asyncio.wait({coming, leave})
+                every = {coming, own, leave}
+                for each in every:
+                    each.cancel()
+                await asyncio.wait(every)
 
     def _text(self, seq: int, event: ConversationEvent) -> str:
         if self._show is None:
@@ -225,8 +248,16 @@ class _EventStream(Response):
                     await asyncio.sleep(0)
 
 
-async def _next(events: AsyncIterator[tuple[int, ConversationEvent]]) -> tuple[int, ConversationEvent] | None:
-    return await anext(events, None)
+def _next(source: AsyncGenerator[T, None]) -> "asyncio.Future[T | None]":
+    async def ask() -> T | None:
+        return await anext(source, None)
+
+    return asyncio.ensure_future(ask())
+
+
+async def _nothing() -> AsyncGenerator[Mapping[str, Any], None]:
+    return
+    yield {}
 
 
 async def _client_gone(receive: Receive) -> None:

@@ -128,7 +128,7 @@ async def main():
     ):
         for message in ("Hello", "/first"):
             answer = await client.post("/conversations/c/messages", params={"text": message})
-            assert (answer.status_code, answer.json()) == (200, {"text": "Hello"}), answer.text
+            assert (answer.status_code, answer.json()["text"]) == (200, "Hello"), answer.text
         answer = await client.post(f"/conversations/{'x' * 600}/messages", params={"text": "Hello"})
         assert answer.status_code == InvalidKeyError.http_status, answer.text
         assert "600 characters" in answer.json()["detail"]
@@ -142,7 +142,36 @@ assert '"status":"dormant"' in state, state
 '''
 )
 
-SURROUNDINGS = {"settings": SETTINGS, "sessions": SESSIONS, "question": QUESTION, "jarvis": JARVIS}
+WEB = (
+    PUBLIC
+    + """
+import os, types
+import httpx
+
+os.environ["HERMES_POOL_AGENT"] = "echo"
+module = types.ModuleType("app")
+sys.modules["app"] = module
+exec(compile(Path("example.py").read_text(), "example.py", "exec"), vars(module))
+
+async def main():
+    transport = httpx.ASGITransport(module.app)
+    async with (
+        module.app.router.lifespan_context(module.app),
+        httpx.AsyncClient(transport=transport, base_url="http://host") as client,
+    ):
+        for _ in range(2):
+            answer = await client.post("/conversations/c/messages/m", json="Hello")
+            assert answer.status_code == 202, answer.text
+        answer = await client.post("/conversations/c/questions/q", json="once")
+        assert answer.json() is False
+        assert (await client.delete("/conversations/c/turns/unknown")).json() is None
+        assert (await client.get("/readyz")).status_code == 200
+
+asyncio.run(main())
+"""
+)
+
+SURROUNDINGS = {"settings": SETTINGS, "sessions": SESSIONS, "question": QUESTION, "jarvis": JARVIS, "web": WEB}
 """What a fragment runs in: a program that finds it in ``example.py``."""
 
 

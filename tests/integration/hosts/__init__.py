@@ -59,7 +59,7 @@ class Host:
 class Sent:
     """One event of a stream."""
 
-    seq: int
+    seq: int | None
     kind: str | None
     data: Any
 
@@ -83,8 +83,9 @@ async def _read(answer: httpx.Response) -> AsyncIterator[Sent | str]:
         elif line:
             name, _, value = line.partition(": ")
             fields[name] = value
-        elif "id" in fields:
-            yield Sent(int(fields["id"]), fields.get("event"), json.loads(fields.get("data", "null")))
+        elif "id" in fields or "event" in fields:
+            seq = int(fields["id"]) if "id" in fields else None
+            yield Sent(seq, fields.get("event"), json.loads(fields.get("data", "null")))
             fields = {}
         else:
             fields = {}

@@ -1,7 +1,7 @@
 """A FastAPI host with what ``hermes_pool.fastapi`` has, and nothing else: for ``test_fastapi``."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request, Response, WebSocket
@@ -58,3 +58,11 @@ async def watchers(sessions: web.Sessions) -> int:
 async def socket(conversation: str, websocket: WebSocket, sessions: web.Sessions) -> None:
     await websocket.accept()
     await websocket.send_text((await sessions.send(conversation, await websocket.receive_text())).to_json())
+
+
+@app.get("/{conversation}/with_own")
+async def with_own(conversation: str, request: Request) -> Response:
+    async def own() -> AsyncGenerator[Mapping[str, Any], None]:
+        yield {"type": "own", "text": "a\nb"}
+
+    return web.sse(request, conversation, also=own())

@@ -1,0 +1,1 @@
+"""Jarvis: a small, complete chat host. ``app`` has the routes, and is the place to begin."""
