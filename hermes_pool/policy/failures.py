@@ -4,6 +4,7 @@ FINAL = frozenset(
     {
         # The key, the account, the right to use the model.
         "auth", "auth_permanent", "billing", "forbidden", "permission_denied",
+        "ssl_cert_verification",
         # The model, the address, the request.
         "bad_request", "format_error", "invalid_request", "model_not_found", "not_found", "provider_policy_blocked",
         # The message or the history itself.

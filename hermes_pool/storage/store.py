@@ -219,7 +219,8 @@ class ConversationStore:
         await self._write(sql, values, claim | document, key.conversation_id, leaf_path(key.user_id), then=save_own)
         if self._own.refused is not None and not self._told:
             self._told = True
-            logger().warning("own_tables_failed", error=self._own.refused)
+            log = logger()
+            log.warning("own_tables_failed", error=self._own.refused)
 
     async def set_runtime(self, conversation_id: str, runtime: Literal["hermes", "jarvis"]) -> None:
         """Choose which runtime answers this conversation. Writes ``runtime`` and nothing else."""
