@@ -15,7 +15,7 @@ from hermes_pool.scheduling import pool_state
 from hermes_pool_worker import wire
 from hermes_pool_worker.plain import Plain, schema_of_class
 
-_FROM_THE_WIRE = (*get_args(wire.TurnEvent), wire.BackgroundFinished)
+_FROM_THE_WIRE = (*get_args(wire.TurnEvent), wire.BackgroundFinished, wire.PastTurn)
 _MODULES = (account, crash_report, errors, snapshot, reply, events, death, launcher, pool_state)
 """Where the other values are defined."""
 

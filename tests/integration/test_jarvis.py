@@ -166,6 +166,27 @@ async def test_a_conversation_goes_on_in_the_next_process(tmp_path: Path) -> Non
     assert len(marks) == len(set(marks)) == 2
 
 
+async def test_a_turn_in_which_the_host_was_killed_is_asked_again_and_stored_once(tmp_path: Path) -> None:
+    first = Jarvis(tmp_path)
+    async with first.client() as client, stream(client, "/conversations/c/events") as events:
+        await say(client, "c", "m1", "say one; wait c")
+        await until_event(events, "text_delta")
+        first.process.kill()
+        await asyncio.to_thread(first.process.wait)
+    first.allow("c")
+    with Jarvis(tmp_path) as second:
+        async with second.client() as client:
+            assert [message["role"] for message in await messages(client, "c")] == ["user"]
+            assert (await client.get("/conversations/c")).json()["turns"] == []
+            await asyncio.gather(*(say(client, "c", "m1", "say one; wait c") for _ in range(4)))
+            assert (await answer_to(client, "c", "m1"))["text"] == "one\n\n"
+            await say(client, "c", "m2", "say two")
+            await answer_to(client, "c", "m2")
+            assert [message["text"] for message in await messages(client, "c")] == [
+                "say one; wait c", "one\n\n", "say two", "two\n\n",
+            ]  # fmt: skip
+
+
 async def test_the_page_and_its_parts_are_served_and_may_load_nothing_else(jarvis: Jarvis) -> None:
     async with jarvis.client() as client:
         page = await client.get("/c/some-conversation")

@@ -146,6 +146,8 @@ async def reloaded_in_mid_answer(context: BrowserContext, jarvis: Jarvis, times:
         assert whole.endswith(f"end {number}"), whole
         assert re.sub(r"\s+", " ", await said(reloads, number)) == whole, f"reload {number}"
     assert await reloads.locator(".turn").count() == times
+    for page in (stays, reloads):  # a browser has six connections to a host, and each page holds one
+        await page.close()
 
 
 async def test_a_page_that_is_loaded_again_in_mid_answer_shows_what_an_undisturbed_one_shows(

@@ -38,25 +38,22 @@ export class Conversation {
         if (turn.state === "sending" || turn.state === "unsent") turn.state = "waiting";
         continue;
       }
+      if (turn.state === "running") continue; // its stream is on the way to the same end
       turn.runtime = message.runtime;
       turn.note = message.note;
-      if (turn.state === "running" && found.turns.includes(turn.id)) continue; // the stream is nearer to the truth
-      if (this.running === turn.id) this.running = null;
       turn.state = message.state;
       if (message.state === "failed") turn.error ??= { message: message.note };
-      if (!turn.parts.length) {
-        turn.parts = message.tools.map((tool, at) => ({
-          kind: "tool", id: `stored-${at}`, name: tool.name, arguments: tool.arguments ?? "",
-          how: tool.ok === true ? "ok" : tool.ok === false ? "failed" : "unknown",
-        }));
-      }
-      if (!turn.isWhole) finish(turn, message.text);
+      if (turn.wasSeen) continue; // seen live, with more than is stored
+      turn.parts = message.tools.map((tool, at) => ({
+        kind: "tool", id: `stored-${at}`, name: tool.name, arguments: tool.arguments ?? "",
+        how: tool.ok === true ? "ok" : tool.ok === false ? "failed" : "unknown",
+      }));
+      if (message.text) turn.parts.push({ kind: "text", text: message.text });
     }
     const answered = new Set(found.messages.filter((each) => each.role === "assistant").map((each) => each.turn_id));
     const known = new Set(found.messages.map((each) => each.turn_id));
     for (const turn of this.turns.values()) {
-      const isOpen = turn.state === "waiting" || turn.state === "running" || turn.state === "lost";
-      if (isOpen && !answered.has(turn.id) && turn.state !== "running") {
+      if ((turn.state === "waiting" || turn.state === "lost") && !answered.has(turn.id)) {
         this.set(turn, found.turns.includes(turn.id) ? "waiting" : "lost");
       }
       if (turn.state === "withdrawing" && !known.has(turn.id)) this.remove(turn.id);
@@ -99,7 +96,7 @@ export class Conversation {
     switch (event.type) {
       case "turn_started":
         this.running = turn.id;
-        Object.assign(turn, { text: event.text, state: "running", attempt: 0, parts: [], note: null, error: null, isWhole: false });
+        Object.assign(turn, { text: event.text, state: "running", attempt: 0, parts: [], note: null, error: null, wasSeen: false });
         return;
       case "turn_ended":
         this.ended(turn, event.outcome);
@@ -152,9 +149,9 @@ export class Conversation {
   ended(turn, outcome) {
     if (this.running === turn.id) this.running = null;
     finish(turn, outcome.type === "error" ? "" : outcome.text);
-    turn.isWhole = true;
+    turn.wasSeen = true;
     if (outcome.type === "error") {
-      turn.isWhole = outcome.sent;
+      turn.wasSeen = outcome.sent;
       // Jarvis may answer in Hermes' place, where the message was not seen: the stored messages tell.
       Object.assign(turn, outcome.sent ? { state: "failed", error: outcome } : { state: "waiting" });
       return;
