@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import psutil
 
+from _turns import TurnStorm
 from hermes_pool import HermesPoolError, HermesSessionManager, PoolSettings, RestartPolicy, StartPolicy
 
 Launcher = Literal["zygote", "spawn", "portable"]
@@ -69,7 +70,7 @@ UNBOUNDED: dict[str, Any] = {
 }
 """No breaker may stand between a kill and its outcome."""
 
-SIGNALS = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP, then SIGKILL")
+SIGNALS = ("SIGKILL", "SIGSEGV", "SIGQUIT", "SIGSTOP, then SIGKILL")
 WORK = ("talk", "talk", "talk", "tool", "stray")
 FREEZE_S_MAX = 0.05
 OUTCOME_S_MAX = 10.0
@@ -407,11 +408,23 @@ def main() -> int:
     parser.add_argument(
         "--cycles", type=int, default=0, help="instead, start and end this many workers and look for leaks"
     )
+    parser.add_argument(
+        "--turns", type=int, default=0, help="instead, put this many faults of all kinds into turns, and compare"
+    )
+    parser.add_argument("--hermes", action="store_true", help="with --turns: into turns of the real Hermes")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
     faults: list[str] = []
     for launcher in options.launcher or ("zygote", "spawn"):
         with tempfile.TemporaryDirectory(prefix="hermes-pool-storm-") as folder:
+            if options.turns:
+                turns = TurnStorm(
+                    Path(folder), faults=options.turns, seed=seed, hermes=options.hermes, launcher=launcher
+                )
+                turn_tally = asyncio.run(turns.run())
+                print("\n".join(turn_tally.lines()), flush=True)
+                faults += turn_tally.violations
+                continue
             if options.cycles:
                 faults += asyncio.run(cycles(Path(folder), launcher, options.cycles))
                 continue
