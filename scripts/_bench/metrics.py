@@ -9,6 +9,8 @@ SUBJECTS: Mapping[str, str] = {
     "aio": "floors:Aio",
     "ours, spawn": "ours:Pool",
     "ours, zygote": "ours:Zygote",
+    "ours, turn": "ours:TurnFace",
+    "ours, events": "ours:Events",
     "ours, spare": "ours:Spare",
     "futures, fork": "peers:FuturesFork",
     "futures, spawn": "peers:FuturesSpawn",
@@ -73,10 +75,11 @@ class Metric:
 METRICS: Mapping[str, Metric] = {
     "M1": Metric(
         title="Warm turn: median time in us, whole tree pinned to one CPU",
-        subjects=("raw", "aio", "ours, spawn", "ours, zygote", *POOLS, *CHANNELS),
+        subjects=("raw", "aio", "ours, spawn", "ours, zygote", "ours, turn", "ours, events", *POOLS, *CHANNELS),
         figures=("100 B", "10 KB", "1 MB", "p99"),
         targets=(
             Target(figure="100 B", limit=1.0, aim=0.65, base="aio"),
+            Target(figure="100 B", limit=1.15, subjects=("ours, events",), base="ours, turn"),
             Target(figure="10 KB", limit=3.0, base="raw"),
             Target(figure="1 MB", limit=1.3, base="raw"),
         ),
@@ -168,10 +171,12 @@ METRICS: Mapping[str, Metric] = {
     ),
     "M8": Metric(
         title="An answer in 10,000 pieces of 40 B",
-        subjects=("raw", "aio", "ours, spawn", "ours, zygote", "ACP SDK", "MCP SDK"),
+        subjects=("raw", "aio", "ours, spawn", "ours, zygote", "ours, turn", "ours, events", "ACP SDK", "MCP SDK"),
         figures=("deltas/s", "first delta us"),
         targets=(
             Target(figure="deltas/s", limit=1.0, least=True, base="aio"),
+            Target(figure="deltas/s", limit=0.87, least=True, subjects=("ours, events",), base="ours, turn"),
+            Target(figure="first delta us", limit=1.15, subjects=("ours, events",), base="ours, turn"),
             Target(figure="first delta us", limit=2.0, base="raw"),
         ),
         options={"count": 10_000, "samples": 200},

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from _bench.fleet import DELTAS, Fleet, NotSupportedError, Situation, tree
-from hermes_pool import HermesSessionManager, PoolSettings, SettingsError, TextDelta
+from hermes_pool import HermesSessionManager, PoolSettings, Reply, SettingsError, TextDelta, TurnEnded
 
 AGENT = "hermes_pool_bench_agent:BenchAgent"
 SPARES = 2
@@ -90,6 +90,47 @@ class Zygote(Pool):
     """The same with forked workers."""
 
     launcher = "zygote"
+
+
+class TurnFace(Zygote):
+    """The same by ``turn``: one caller, who reads the events and then takes the reply."""
+
+    async def send(self, key: str, text: str) -> str:
+        async with self.manager.turn(key, text) as turn:
+            async for _ in turn:
+                pass
+            return (await turn.reply()).text
+
+
+class Events(Zygote):
+    """The same by ``start`` and ``events``: a turn of the conversation, and one who watches the conversation."""
+
+    def __init__(self, situation: Situation) -> None:
+        super().__init__(situation)
+        self._watching: dict[str, AsyncIterator[tuple[int, object]]] = {}
+
+    async def send(self, key: str, text: str) -> str:
+        async for outcome in self._watch(key, text):
+            if isinstance(outcome, Reply):
+                return outcome.text
+        raise LookupError("the turn has no end")
+
+    async def stream(self, key: str, text: str) -> AsyncIterator[int]:
+        async for event in self._watch(key, text):
+            if isinstance(event, TextDelta):
+                yield len(event.text)
+
+    async def _watch(self, key: str, text: str) -> AsyncIterator[object]:
+        if key not in self._watching:
+            self._watching[key] = self.manager.events(key)
+        watching = self._watching[key]
+        await self.manager.start(key, text)
+        while True:
+            _, event = await anext(watching)
+            if isinstance(event, TurnEnded):
+                yield event.outcome
+                return
+            yield event
 
 
 class Spare(Zygote):
