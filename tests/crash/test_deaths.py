@@ -57,7 +57,7 @@ async def test_a_message_that_races_with_the_death_of_its_worker_is_answered(ope
         assert (await asyncio.wait_for(pool.send("c", "/count"), 10)).text == str(number + 2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL])
 async def test_any_signal_is_named(open_pool: OpenPool, number: signal.Signals) -> None:
     pool = await open_pool()
     await pool.send("c", "hello")
@@ -65,6 +65,23 @@ async def test_any_signal_is_named(open_pool: OpenPool, number: signal.Signals) 
     await until(lambda: _is(pool, "c", "stopped"), "the death to be seen", 3)
     assert number.name in ((await row_of(pool, "c")).last_error or "")
     assert (await pool.send("c", "/count")).text == "2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@LAUNCHERS
+async def test_a_signal_that_tells_the_whole_service_to_go_does_not_end_a_worker(
+    open_pool: OpenPool, launcher: str, number: signal.Signals
+) -> None:
+    pool = await open_pool(launcher=launcher)
+    await pool.send("c", "hello")
+    worker = await process_of(pool, "c")
+    worker.send_signal(number)
+    assert (await pool.send("c", "/count")).text == "2"
+    assert await process_of(pool, "c") == worker
+    assert pool.deaths() == []
+    stopped = await pool.stop("c")
+    assert stopped is not None
+    assert stopped.how == "closed"
 
 
 # --- in a turn ---
@@ -349,13 +366,13 @@ async def test_a_helper_that_holds_the_wire_open_hides_no_death(
 
 @LAUNCHERS
 async def test_what_a_host_ignores_its_workers_do_not(open_pool: OpenPool, launcher: str) -> None:
-    inherited = (signal.SIGHUP, signal.SIGTERM)  # as under nohup, or in a server that handles its end itself
+    inherited = (signal.SIGHUP, signal.SIGQUIT)  # as under nohup, or in a server that handles its end itself
     before = {number: signal.signal(number, signal.SIG_IGN) for number in inherited}
     try:
         pool = await open_pool(launcher=launcher)
         await pool.send("c", "hello")
         worker = await process_of(pool, "c")
-        worker.send_signal(signal.SIGHUP)
+        worker.send_signal(signal.SIGQUIT)
         await until(lambda: gone(worker), "the worker to obey", 5)
         assert (await pool.send("c", "/count")).text == "2"
     finally:

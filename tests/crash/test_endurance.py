@@ -22,12 +22,21 @@ from tests.support import OpenPool, alive, children, descriptors, known, quick, 
 
 AGENTS = str(Path(__file__).parent.parent / "integration" / "agents")
 LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
+SPAWN_IS_SLOW = pytest.mark.parametrize("launcher", ["zygote", pytest.param("spawn", marks=pytest.mark.slow)])
 
 
 CYCLES_AT_ONCE = 10
 
 
-@pytest.mark.parametrize(("launcher", "cycles"), [("zygote", 300), ("spawn", 60)])  # scripts/storm --cycles: any number
+@pytest.mark.parametrize(
+    ("launcher", "cycles"),
+    [
+        ("zygote", 100),
+        ("spawn", 20),
+        pytest.param("zygote", 300, marks=pytest.mark.slow),
+        pytest.param("spawn", 60, marks=pytest.mark.slow),
+    ],
+)  # scripts/storm --cycles: any number
 async def test_starts_and_ends_of_all_kinds_leave_nothing(
     open_pool: OpenPool, launcher: str, cycles: int, tmp_path: Path
 ) -> None:
@@ -172,7 +181,7 @@ async def test_a_worker_does_not_belong_to_the_thread_that_started_it(
     assert await asyncio.to_thread(life) == ["2", "one"]
 
 
-@LAUNCHERS
+@SPAWN_IS_SLOW
 async def test_two_hundred_starts_beside_threads_that_log(open_pool: OpenPool, launcher: str) -> None:
     over = threading.Event()
     log = logging.getLogger("busy")
@@ -283,7 +292,7 @@ MANY_DESCRIPTORS = """
 """
 
 
-@LAUNCHERS
+@SPAWN_IS_SLOW
 async def test_a_million_descriptors_do_not_slow_a_start(
     host: Callable[..., subprocess.Popen[str]], tmp_path: Path, launcher: str
 ) -> None:

@@ -437,7 +437,7 @@ async def test_a_full_pool_makes_room_with_the_longest_idle(open_pool: OpenPool,
         "b": "stopped",
         "c": "idle",
     }
-    assert stored(pool, "b")["status"] == "dormant"
+    await until(lambda: stored(pool, "b")["status"] == "dormant", "its last word to be stored")
     running = [asyncio.create_task(pool.send(name, "wait go")) for name in "ac"]
     await until(lambda: obedient.marks("begun").count("wait go") == 2, "both to run")
     with pytest.raises(PoolFullError, match="workers_max"):

@@ -239,8 +239,10 @@ class Worker:
         do = self._do_watched if shares else self._do
         goes_on = True
         while goes_on:
+            signals.at_rest = shares
             while shares and self._inbox.empty():
                 self._read()
+            signals.at_rest = False
             goes_on = do(self._inbox.get())  # in no variable: the work may be large, and so may be the next one
 
     def _do_watched(self, work: Work) -> bool:

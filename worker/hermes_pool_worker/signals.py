@@ -10,6 +10,7 @@ unread.
 import os
 import signal
 import sys
+import time
 from typing import Final
 
 if sys.platform != "win32":
@@ -19,6 +20,11 @@ if sys.platform != "win32":
 OUTLIVED: Final = ("SIGTERM", "SIGHUP")
 """Names of the signals that end a process by default, and a worker only if the pool wants that."""
 
+DEAF_AFTER_S: Final = 0.2
+"""A worker that has not read for this long what waits on its wire does not hear the pool, in seconds."""
+
+at_rest = False
+"""Whether the main thread itself reads the wire: then the worker hears the pool. The worker's loop sets it."""
 _wire_in: int | None = None
 _is_closing = False
 
@@ -52,13 +58,22 @@ def closing() -> None:
 
 def _outlive(number: int, _frame: object) -> None:
     """End this process as the signal would by default, but only if the pool wants that."""
-    if _is_closing or _something_waits():
+    if _is_closing or (not at_rest and _is_deaf()):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
+def _is_deaf() -> bool:
+    """Whether the pool has sent what no thread of this worker reads: it does not hear that it should close."""
+    end = time.monotonic() + DEAF_AFTER_S
+    while _something_waits():
+        if time.monotonic() > end:
+            return True
+        time.sleep(0.01)
+    return _is_closing
+
+
 def _something_waits() -> bool:
-    """Whether the pool has sent what this worker has not read: it does not hear that it should close."""
     if _wire_in is None or sys.platform == "win32":
         return False
     try:
