@@ -1,6 +1,8 @@
-"""Questions of the real Hermes through the pool: who is asked, and what happens where nobody can answer."""
+"""The real Hermes through the pool: who is asked, what is found again, and what does not go before it is written."""
 
 import asyncio
+import contextlib
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +92,33 @@ async def test_steering_and_the_transcript_work_through_the_pool(
     (past,) = await pool.transcript("c")
     assert (past.text, past.tools) == ("[tool sleep 1] [tool echo b]", ["terminal", "terminal"])
     await until(lambda: told == [past.text], "the turn to be told")
+
+
+async def test_a_worker_with_the_only_copy_of_a_turn_does_not_go_before_it_is_written(
+    open_pool: OpenPool, hermes: dict[str, Any], home: Path, model: ScriptedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = await open_pool(**{**hermes, "timeouts": quick(start_s=60, idle_s=0.5)})
+    await pool.send("c", "one")
+
+    def run(statement: str) -> None:
+        with contextlib.closing(sqlite3.connect(home / "state.db")) as database:
+            database.execute(statement)
+            database.commit()
+
+    run("CREATE TRIGGER no BEFORE INSERT ON messages BEGIN SELECT RAISE(FAIL, 'no row today'); END")
+    reply = await pool.send("c", "two")
+    assert (reply.outcome, reply.kept) == ("completed", False)
+    assert "no row today" in (reply.notice or "")
+    (row,) = await pool.sessions()
+    assert "no row today" in (row.last_error or "")
+    log = caplog.records
+    await until(lambda: any("history_unwritten" in record.getMessage() for record in log), "an idle end to be refused")
+    assert (await pool.sessions())[0].pid == row.pid
+    run("DROP TRIGGER no")
+
+    async def gone() -> bool:
+        return (await pool.sessions())[0].state == "stopped"
+
+    await until(gone, "the worker to go")
+    await pool.send("c", "three")
+    assert said(model.requests[-1]) == ["one", "two", "three"]

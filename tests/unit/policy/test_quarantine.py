@@ -122,3 +122,27 @@ def test_a_quarantine_knows_of_each_message_its_deaths_since_it_was_last_complet
             error = refused(quarantine.check, each)
             assert (error.deaths if error else None) == (deaths[each] if deaths.get(each, 0) >= 2 else None)
         assert len(quarantine.snapshot()) == len(deaths)
+
+
+def test_a_refused_message_is_let_in_again_after_a_while_and_for_longer_if_it_kills_again() -> None:
+    now = 0.0
+    quarantine = Quarantine(RestartPolicy(quarantine_after=2, quarantine_s=60), lambda: now, conversation_id="c")
+    for _ in range(2):
+        quarantine.note_death("yes")
+    assert refused(quarantine.check, "yes").retry_after_s == 60
+    assert quarantine.snapshot()[0].quarantined
+    now = 59.0
+    assert refused(quarantine.check, "yes").retry_after_s == 1
+    now = 60.0
+    assert refused(quarantine.check, "yes") is None
+    assert not quarantine.snapshot()[0].quarantined
+    quarantine.note_death("yes")
+    assert refused(quarantine.check, "yes").retry_after_s == 120
+    for _ in range(20):
+        quarantine.note_death("yes")
+    assert refused(quarantine.check, "yes").retry_after_s == 3600
+    now += 3600
+    assert refused(quarantine.check, "yes") is None
+    quarantine.note_completed("yes")
+    quarantine.note_death("yes")
+    assert refused(quarantine.check, "yes") is None
