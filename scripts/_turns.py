@@ -13,6 +13,7 @@ import contextlib
 import os
 import random
 import signal
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -181,6 +182,8 @@ class TurnStorm:
         self._names = [f"c{number}" for number in range(conversations)]
         self._kept: dict[str, list[str]] = {name: [] for name in self._names}
         """The texts of the turns that were told as kept, in order."""
+        self._last: dict[str, str] = {}
+        """How the last turn of each conversation ended."""
         self._model = ScriptedModel() if hermes else None
         self._effects = folder / "effects"
         (folder / "turns_agent.py").write_text(AGENT)
@@ -215,10 +218,25 @@ class TurnStorm:
     async def _talk(self, pool: HermesSessionManager, name: str) -> None:
         chooser = random.Random(f"{self.tally.seed} {name}")
         number = 0
+        faults = (*FAULTS, "edit") if self._hermes else FAULTS
         while sum(self.tally.faults.values()) < self._wanted:
             number += 1
-            work, fault = chooser.choice(WORK), chooser.choice(FAULTS)
+            work, fault = chooser.choice(WORK), chooser.choice(faults)
+            if fault == "edit":
+                await self._edit(pool, name, f"{name}-{number} from outside")
             await self._message(pool, name, f"{name}-{number}", work, fault, chooser)
+
+    async def _edit(self, pool: HermesSessionManager, name: str, text: str) -> None:
+        """Add a turn to the session, as another program does (``hermes --resume``), while nothing of ours runs."""
+        if self._last.get(name) != "reply (completed)":
+            return  # a worker that was killed may have left a turn, which the next one has to deal with first
+        (session_id,) = [row.session_id for row in await pool.sessions() if row.conversation_id == name]
+        with contextlib.closing(sqlite3.connect(self._folder / "hermes" / "state.db", timeout=10)) as database:
+            insert = "INSERT INTO messages (session_id, role, content, timestamp, finish_reason) VALUES (?, ?, ?, ?, ?)"
+            database.execute(insert, (session_id, "user", text, time.time(), None))
+            database.execute(insert, (session_id, "assistant", "from outside, too", time.time(), "stop"))
+            database.commit()
+        self._kept[name].append(text)
 
     def _text(self, message_id: str, work: str) -> str:
         if not self._hermes:
@@ -239,12 +257,15 @@ class TurnStorm:
         for attempt in range(TRIES_MAX):
             try:
                 async with asyncio.timeout(OUTCOME_S_MAX):
-                    outcome = await self._turn(pool, name, message_id, text, fault if not attempt else "none", chooser)
+                    outcome = await self._turn(
+                        pool, name, message_id, text, fault if fault != "edit" and not attempt else "none", chooser
+                    )
             except TimeoutError:
                 self.tally.violations.append(f"{text!r} had no outcome within {OUTCOME_S_MAX:g} s")
                 return
             kind = f"reply ({outcome.outcome})" if isinstance(outcome, Reply) else type(outcome).__name__
             self.tally.outcomes[kind] += 1
+            self._last[name] = kind
             if outcome.kept if isinstance(outcome, Reply | TurnError) else False:
                 self._kept[name].append(text)
             if isinstance(outcome, Reply) or not outcome.retryable or "fail" in work:
