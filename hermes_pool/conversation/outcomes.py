@@ -52,5 +52,10 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def storable(text: str) -> str:
+    """Return the text as every database can store it: NUL and halves of surrogate pairs become U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").replace("\0", "\ufffd")
+
+
 def _json(value: dict[str, Any]) -> str:
     return msgspec.json.encode(value).decode()

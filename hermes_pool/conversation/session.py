@@ -296,9 +296,14 @@ class Session:
         )
 
     def _known(self, turn_id: object) -> ActiveTurn | None:
-        if not isinstance(turn_id, str) or not 0 < len(turn_id) <= TURN_ID_CHARS_MAX:
+        if (
+            not isinstance(turn_id, str)
+            or not 0 < len(turn_id) <= TURN_ID_CHARS_MAX
+            or outcomes.storable(turn_id) != turn_id
+        ):
             raise InvalidMessageError(
-                f"a turn id is a str of 1 to {TURN_ID_CHARS_MAX} characters, not {turn_id!r:.80}",
+                f"a turn id is a str of 1 to {TURN_ID_CHARS_MAX} characters that a database can store, "
+                f"not {turn_id!r:.80}",
                 conversation_id=self._id,
             )
         return self._named.get(turn_id) or self._ended.get(turn_id)
@@ -341,7 +346,7 @@ class Session:
             return known
         try:
             before = await self._services.store.begin_turn(
-                self.key, turn.turn_id, outcomes.digest_of(turn.text), turn.text
+                self.key, turn.turn_id, outcomes.digest_of(turn.text), outcomes.storable(turn.text)
             )
         except StoreError as error:
             self._log.warning("turn_not_recorded", turn_id=turn.turn_id, error=str(error))

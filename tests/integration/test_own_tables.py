@@ -164,6 +164,22 @@ async def test_a_message_that_is_sent_again_after_a_restart_is_answered_and_not_
         await other.reply()
 
 
+async def test_any_message_can_have_an_id(database: Database, engine: Any, open_pool: OpenPool) -> None:
+    pool = await open_pool(store=store(engine))
+    for number, text in enumerate(("x" * 2**20 + "\N{GRINNING FACE}", "half \ud83d", "nul \0", "")):
+        turn = await pool.start("c", text, turn_id=f"m{number}\N{GRINNING FACE}")
+        assert (await turn.reply()).outcome == "completed"
+        assert await pool.start("c", text, turn_id=f"m{number}\N{GRINNING FACE}") == turn
+    for wrong in ("\ud83d", "nul \0"):
+        with pytest.raises(InvalidMessageError, match="database can store"):
+            await pool.start("c", "text", turn_id=wrong)
+    await pool.close()
+    pool = await open_pool(store=store(engine))
+    turn = await pool.start("c", "half \ud83d", turn_id="m1\N{GRINNING FACE}")
+    assert (await turn.reply()).text == "half \ufffd"
+    assert (await pool.send("c", "/count")).text == "5"
+
+
 async def test_the_latest_ids_are_kept(database: Database, engine: Any, open_pool: OpenPool) -> None:
     pool = await open_pool(store=store(engine))
     count = own_tables.TURNS_KEPT + 5
