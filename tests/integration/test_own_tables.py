@@ -5,6 +5,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,18 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import registry
 from sqlmodel import Field, Session, SQLModel
 
-from hermes_pool import ConversationStore, InvalidMessageError, SessionKey, StateNotWritableError, TurnIdConflictError
+from hermes_pool import (
+    ConversationStore,
+    InvalidMessageError,
+    SessionKey,
+    StateNotWritableError,
+    TurnIdConflictError,
+    TurnInterruptedError,
+)
+from hermes_pool.conversation.outcomes import digest_of
 from hermes_pool.storage import own_tables
 from tests.integration.databases import Database, database, postgres_server, postgres_url  # noqa: F401 - fixtures
-from tests.support import Obedient, OpenPool, until
+from tests.support import AGENTS, Obedient, OpenPool, until
 
 KEY = SessionKey("c")
 
@@ -239,3 +248,89 @@ async def test_concurrent_merges_and_saves_lose_nothing(database: Database, engi
     state = json.loads(database.text_of_state("c") or "")["runtime_state"]
     assert state["jarvis"] == {"x": 1, **{f"k{number}": number for number in range(30)}}
     assert state["hermes"]["session_id"] == session
+
+
+# --- a host that ended in a turn --------------------------------------------------------------------------------------
+
+
+def begun(database: Database, turn_id: str, text: str) -> None:
+    """Record a turn as begun and nothing more, as a host leaves it that was killed in it."""
+    database.sql(
+        "INSERT INTO hermes_pool_turn (id, user_id, turn_id, begun_at, digest, text) VALUES ('c', '', ?, 1.0, ?, ?)",
+        turn_id, digest_of(text), text,
+    )  # fmt: skip
+
+
+async def test_what_was_complete_when_the_host_ended_is_delivered_and_not_run(
+    database: Database, engine: Any, open_pool: OpenPool, tmp_path: Path
+) -> None:
+    pool = await open_pool(store=store(engine))
+    session_id = (await (await pool.start("c", "one", turn_id="m1")).reply()).session_id
+    await pool.close()
+    (history,) = (tmp_path / "state").rglob(f"{session_id}.jsonl")
+    with history.open("a") as file:
+        file.write('"two"\n')  # the worker had finished; nobody heard of it
+    begun(database, "m2", "two")
+
+    pool = await open_pool(store=store(engine))
+    reply = await (await pool.start("c", "two", turn_id="m2")).reply()
+    assert (reply.text, reply.turn_id) == ("two", "m2")
+    assert "The host ended" in (reply.notice or "")
+    assert (await pool.send("c", "/count")).text == "3"
+    await pool.close()
+    pool = await open_pool(store=store(engine))
+    assert (await (await pool.start("c", "two", turn_id="m2")).reply()).text == "two"
+    assert (await pool.send("c", "/count")).text == "4"
+
+
+async def test_what_had_done_nothing_when_the_host_ended_runs(
+    database: Database, engine: Any, open_pool: OpenPool
+) -> None:
+    pool = await open_pool(store=store(engine))
+    await (await pool.start("c", "one", turn_id="m1")).reply()
+    await pool.close()
+    begun(database, "m2", "two")
+    begun(database, "m3", "three")
+    pool = await open_pool(store=store(engine))
+    assert (await pool.send("c", "/count")).text == "2"  # another message comes first
+    assert (await (await pool.start("c", "two", turn_id="m2")).reply()).text == "two"
+    assert (await (await pool.start("c", "three", turn_id="m3")).reply()).text == "three"
+    assert (await pool.send("c", "/count")).text == "5"
+
+
+HOST = """
+    import asyncio
+    from hermes_pool import ConversationStore, HermesSessionManager, PoolSettings
+
+    async def main():
+        settings = PoolSettings(
+            agent="obedient:Agent", agent_paths=({agents!r},), agent_options={{"folder": {folder!r}}},
+            state_dir={state!r},
+        )
+        async with HermesSessionManager(settings) as pool:
+            await (await pool.start("c", {text!r}, turn_id="m1")).reply()
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("text", "acts"), [("wait go", False), ("tool_then_wait go", True)])
+async def test_a_host_that_is_killed_in_a_turn_with_an_id(
+    open_pool: OpenPool, obedient: Obedient, tmp_path: Path, text: str, acts: bool
+) -> None:
+    """The next host decides as after the death of a worker: by what the agent's history shows."""
+    program = HOST.format(agents=str(AGENTS), folder=str(obedient.folder), state=str(tmp_path / "state"), text=text)
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) as host:  # noqa: ASYNC220 - it is short
+        await until(lambda: text in obedient.marks("begun"), "the turn to run")
+        host.kill()
+    pool = await open_pool(**obedient.settings(kept=acts))
+    turn = await pool.start("c", text, turn_id="m1")
+    obedient.allow("go")
+    if acts:
+        with pytest.raises(TurnInterruptedError) as ended:
+            await turn.reply()
+        assert ([tool.name for tool in ended.value.tools], ended.value.kept) == (["hammer"], True)
+    else:
+        assert (await turn.reply()).text == text
+    assert obedient.marks("begun") == [text] * (1 if acts else 2)
+    assert " True" in obedient.marks("opened")[-1], "the new worker is told of the unfinished turn"

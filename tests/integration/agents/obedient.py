@@ -19,7 +19,11 @@ class Agent:
         self.mark("opened", f"{os.getpid()} {request.session_id} {request.unfinished is not None}")
         if request.options.get("slow_start"):
             self.wait_for(self.folder / "may_start")
-        return Opened(self.session_id, resumed=request.session_id is not None, committed=request.committed)
+        kept = request.unfinished is not None and bool(request.options.get("kept"))
+        return Opened(
+            self.session_id, resumed=request.session_id is not None, committed=request.committed, kept=kept,
+            acted=["hammer"] if kept else [],
+        )  # fmt: skip
 
     def turn(self, text: str, turn: RunningTurn) -> Outcome:
         self.interrupted.clear()
