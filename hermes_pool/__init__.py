@@ -107,6 +107,12 @@ else:  # the same names once more, and where to find them; a test compares the t
         "TurnSteered": "hermes_pool.conversation.events",
     }
 
+    __all__ = sorted(  # noqa: PLE0605 - a list, and made once
+        {name for name, value in globals().items() if name[0] != "_" and not hasattr(value, "__spec__")}
+        - {"TYPE_CHECKING"}
+        | set(_LATER)
+    )
+
     def __getattr__(name: str) -> _Any:
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -422,3 +422,11 @@ def test_every_direct_dependency_is_pinned_within_its_range() -> None:
             (specifier,) = specifiers
             assert specifier.operator == "=="
             assert requirement.specifier.contains(specifier.version)
+
+
+def test_a_star_import_brings_every_public_name() -> None:
+    program = "from hermes_pool import *; print(*(name for name in globals() if name[0] != '_'))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    names = set(done.stdout.split())
+    assert names >= {"HermesSessionManager", "PoolSettings", "Reply", "TextDelta", "Turn"}
+    assert not any(isinstance(getattr(hermes_pool, name), ModuleType) for name in names)
