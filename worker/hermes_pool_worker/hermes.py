@@ -448,6 +448,8 @@ class HermesAgent:
         }
 
     def _text(self, delta: str | None) -> None:
+        if delta and not self._said:
+            delta = delta.lstrip("\n")  # Hermes puts an empty line after a tool, also where nothing was said before
         if self._turn is not None and delta:
             self._said.append(delta)
             self._said_since_tool.append(delta)
