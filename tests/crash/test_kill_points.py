@@ -231,7 +231,7 @@ IN_A_TURN = [
 ]
 
 
-@LAUNCHERS
+@pytest.mark.parametrize("launcher", ["zygote", pytest.param("spawn", marks=pytest.mark.slow)])
 async def test_a_worker_killed_in_a_turn(open_pool: OpenPool, faulty: Faulty, tmp_path: Path, launcher: str) -> None:
     pool = await open_pool(**faulty("dies_where_told"), worker_cwd=tmp_path, **UNBOUNDED, launcher=launcher)
 

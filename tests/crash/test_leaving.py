@@ -42,8 +42,25 @@ HOST = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("launcher", ["zygote", "spawn", "portable"])
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("zygote", signal.SIGTERM),
+        ("spawn", signal.SIGTERM),
+        ("portable", signal.SIGTERM),
+        ("zygote", signal.SIGINT),
+        *(
+            pytest.param(launcher, number, marks=pytest.mark.slow)
+            for launcher, number in [
+                ("zygote", signal.SIGHUP),
+                ("spawn", signal.SIGHUP),
+                ("portable", signal.SIGHUP),
+                ("spawn", signal.SIGINT),
+                ("portable", signal.SIGINT),
+            ]
+        ),
+    ],
+)
 def test_a_signal_to_all_processes_of_a_service_cuts_no_turn_short(
     obedient: Obedient, tmp_path: Path, launcher: str, number: signal.Signals
 ) -> None:

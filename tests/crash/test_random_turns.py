@@ -22,7 +22,7 @@ finally:
     ("launcher", "faults", "seed"),
     [
         ("zygote", 80, 1),
-        ("spawn", 40, 2),
+        pytest.param("spawn", 40, 2, marks=pytest.mark.slow),
         pytest.param("zygote", 2000, 3, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
         pytest.param("spawn", 2000, 4, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],

@@ -257,7 +257,7 @@ def test_an_unknown_session_is_told(start: Start) -> None:
     assert "ends before" in known(worker.open(session_id=opened.session_id, committed="9999.abc").notice)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_compaction_keeps_the_place_of_the_marks(
     start: Start, home: Path, model: ScriptedModel, in_place: bool
 ) -> None:

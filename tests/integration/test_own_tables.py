@@ -42,7 +42,7 @@ class Conversation(_Tables, table=True):
     agent_state: dict[str, Any] = Field(default_factory=dict, sa_column=sa.Column(sa.JSON))
 
 
-@pytest.fixture(params=["sync", "async"])
+@pytest.fixture(params=["sync", pytest.param("async", marks=pytest.mark.slow)])
 async def engine(request: pytest.FixtureRequest, database: Database, nothing_left: None) -> AsyncIterator[Any]:
     """Jarvis' engine, its table in it, and its conversation."""
     url = sa.make_url(database.url)
