@@ -152,6 +152,7 @@ def test_cancelling(start: Start, home: Path, model: ScriptedModel) -> None:
 # --- crashes ---
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_reply(start: Start, home: Path, model: ScriptedModel) -> None:
     worker = start()
     opened = worker.open()
@@ -198,6 +199,7 @@ def test_killed_in_the_middle_of_a_tool(start: Start, model: ScriptedModel) -> N
     assert_well_paired(model.requests[-1])
 
 
+@pytest.mark.slow
 def test_a_finished_turn_whose_reply_got_lost(start: Start, model: ScriptedModel) -> None:
     worker = start()
     opened = worker.open()

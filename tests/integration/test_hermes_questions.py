@@ -32,10 +32,10 @@ async def test_what_nobody_can_answer_is_denied_or_decided_at_once(
 ) -> None:
     pool = await open_pool(**hermes)
     (victim,) = victims(tmp_path, "victim")
-    await asyncio.wait_for(pool.send("c", f"[tool rm -rf {victim}]"), 30)
+    await asyncio.wait_for(pool.send("c", f"[tool rm -rf {victim}]"), 50)
     assert victim.exists()
     reply = await asyncio.wait_for(
-        pool.send("c", '[call clarify {"question": "Which colour?", "choices": ["red", "blue"]}]'), 30
+        pool.send("c", '[call clarify {"question": "Which colour?", "choices": ["red", "blue"]}]'), 50
     )
     assert "most sensible assumption" in reply.text
 

@@ -419,6 +419,7 @@ async def test_jarvis_answers_on_the_page_where_hermes_cannot(
 
 
 @pytest.mark.skipif(find_spec("run_agent") is None, reason="Hermes is not installed in this environment")
+@pytest.mark.slow
 async def test_the_real_hermes_answers_asks_and_remembers(context: BrowserContext, tmp_path: Path, chat: str) -> None:
     with ScriptedModel() as model:
         home = write_hermes_home(tmp_path / "hermes", model.url)
