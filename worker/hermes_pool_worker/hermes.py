@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import sqlite3
 import ssl
 import threading
 import time
@@ -27,11 +28,15 @@ from hermes_pool_worker.hermes_history import (
     Row,
     TurnNote,
     is_finished,
+    last_words,
     may_have_acted,
     named_session,
     past_turns,
     reply_of,
+    sealed,
     text_digest,
+    text_of,
+    unsaid,
 )
 from hermes_pool_worker.hermes_setup import (
     PLATFORM,
@@ -94,8 +99,15 @@ class HermesAgent:
         self._name: str | None = None
         """The conversation's name, until it is noted in Hermes' database beside its first turn."""
         self._failures = LastFailure()
+        self._started: list[str] = []
+        """The names of the tools that were started in the running turn."""
+        self._asked = ""
+        """What the user said in the running turn, as Hermes keeps it."""
         self._unwritten: list[dict[str, Any]] = []
-        """The messages of completed turns that the history does not have."""
+        """The messages of turns that the history does not have."""
+        self._behind = False
+        """Whether the history could not be changed as it should: what this process wrote after ``_mark`` is to be
+        replaced by ``_unwritten``. Until then only ``_messages`` is right."""
         self._jobs = Jobs()
 
     # --- the session ---
@@ -125,6 +137,7 @@ class HermesAgent:
         if session_id:
             adopt_session(self._agent, session_id, self._database)
         self._history = History(self._database, self._agent.session_id)
+        self._history.watch()
         # Constant while the worker lives: Hermes keeps the folder and the shell of the tools under this name.
         self._task_id = self._agent.session_id
         left = Left()
@@ -178,12 +191,14 @@ class HermesAgent:
         if note.ended is not None and (later := history.beyond(note.ended)):
             rows = rows[: -len(later)]  # another program has written them since
         if is_finished(rows) and not (is_ours and request.given_up and not request.keep):
-            return Left(recovered=scrub(reply_of(rows)) if is_ours and not request.given_up else None, notice=notice)
+            if is_ours and request.given_up:  # it was complete, or sealed already
+                return Left(kept=True, acted=may_have_acted(rows, self._safe_tools)[:100], notice=notice)
+            return Left(recovered=scrub(reply_of(rows)) if is_ours else None, notice=notice)
         acted = may_have_acted(rows, self._safe_tools)
-        said = request.said if is_ours and request.given_up else ""
-        if rows and (acted or said) and (request.keep or not is_ours):
+        said = scrub(request.said) if is_ours else ""
+        if rows and (acted or (said and request.given_up)) and (request.keep or not is_ours):
             why = request.why if is_ours and request.why else "the worker died"
-            history.seal(rows, _ended(said, why, acted=bool(acted)))
+            history.seal(rows, _ended(unsaid(rows, said), why, acted=bool(acted)))
             if not is_ours:
                 notice = f"{notice} An unfinished turn is in the history: its tools may have acted.".strip()
             kept = True
@@ -243,8 +258,10 @@ class HermesAgent:
         if self._name is not None:
             self._history.note_name(self._name)
             self._name = None
-        self._said, self._said_since_tool = [], []
+        self._said, self._said_since_tool, self._started, self._asked = [], [], [], scrub(text)
         self._failures.forget()
+        if not self._behind:
+            self._history.forget_written()
         # An interrupt that came too late for the previous turn would end this one at once.
         agent.clear_interrupt()
         self._turn = turn
@@ -254,14 +271,14 @@ class HermesAgent:
                 self._history.note_ended(note, before)
                 return Outcome("", "interrupted", self._history.session_id, before, kept=False)
             result = agent.run_conversation(
-                scrub(text),
+                self._asked,
                 conversation_history=self._messages,
                 task_id=self._task_id,
                 stream_callback=self._text,
             )
         except (Exception, SystemExit) as error:
             self._follow(turn)
-            raise self._failed(note, "agent_error", f"{type(error).__name__}: {error}", used) from error
+            raise self._failed(note, "agent_error", f"{type(error).__name__}: {error}", used, {}) from error
         finally:
             self._turn = None
             with _reported():
@@ -283,22 +300,24 @@ class HermesAgent:
         return past_turns(self._history.rows(), after, limit)
 
     def flush(self) -> str:
-        """Write the turns that Hermes could not write; return the mark. Raises what the database raises."""
-        if self._unwritten:
-            self._history.take_back(self._history.beyond(self._mark))
+        """Make the history what it should be, where that was not possible before; return the mark.
+
+        Raises what the database raises.
+        """
+        if self._behind:
+            self._history.take_back_own(self._mark)
             self._history.write(self._unwritten)
-            self._unwritten = []
-            self._mark = self._history.mark()
+            mark, messages = self._history.mark(), self._history.load()
+            self._behind, self._unwritten, self._mark, self._messages = False, [], mark, messages
         return self._mark
 
     def _catch_up(self) -> None:
         """Take in what another program has written to the session, and write what could not be written before."""
-        if self._unwritten:
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(sqlite3.Error):
+            if self._behind:
                 self.flush()
-            return
-        if (mark := self._history.mark()) != self._mark:
-            self._messages, self._mark = self._history.load(), mark
+            elif (mark := self._history.mark()) != self._mark:
+                self._messages, self._mark = self._history.load(), mark
 
     def _settle(self, result: Mapping[str, Any], note: TurnNote, turn: RunningTurn, used: Mapping[str, int]) -> Outcome:
         """Put the history in order after a turn, and return how it ended. Raise ``AgentError`` if it failed.
@@ -308,53 +327,58 @@ class HermesAgent:
         reply, said = scrub(result.get("final_response") or ""), scrub("".join(self._said))
         why = scrub(str(result.get("error") or result.get("turn_exit_reason") or "Hermes gave no reason"))
         rows = self._own(note)
+        acted = bool(may_have_acted(rows, ()) or self._started)
         if result.get("interrupted"):
-            acted = may_have_acted(rows, ())
             if turn.keep and (said or acted):
-                self._seal(rows, _ended(scrub("".join(self._said_since_tool)), turn.why, acted=bool(acted)))
-                return self._ended(note, used, Outcome(said, "interrupted", kept=True), result)
+                answer = _ended(self._unwritten_words(rows, note, result), turn.why, acted=acted)
+                notice = self._seal(rows, answer, note, result)
+                return self._ended(note, used, Outcome(said, "interrupted", kept=notice is None, notice=notice), result)
             self._take_back(rows)
             return self._ended(note, used, Outcome(said, "interrupted", kept=False), result)
         if result.get("turn_exit_reason") == "empty_response_exhausted":
-            raise self._failed(note, "empty_response", "the model answered with empty text several times", used)
-        did_nothing = not (said or may_have_acted(rows, ()) or reply_of(rows))
+            empty = "the model answered with empty text several times"
+            raise self._failed(note, "empty_response", empty, used, result)
+        did_nothing = not (said or acted or reply_of(rows))
         if result.get("failed") or (not result.get("completed") and did_nothing):
             # Hermes calls some turns partial although nothing was said or done. They failed; the reply is the error.
-            raise self._failed(note, str(result.get("failure_reason") or "provider_error"), reply or why, used)
+            reason = str(result.get("failure_reason") or "provider_error")
+            raise self._failed(note, reason, reply or why, used, result)
         if not result.get("completed"):
+            notice = None
             if not is_finished(rows):
                 # Without an answer here, Hermes would merge the next prompt into this turn.
-                self._seal(rows, reply or _ended(said, why, acted=True))
+                notice = self._seal(
+                    rows, reply or _ended(self._unwritten_words(rows, note, result), why, acted=acted), note, result
+                )
+            else:
+                self._reload()
             if reply == why and rows:
                 reply = scrub(reply_of(rows)) or reply
-            return self._ended(note, used, Outcome(reply, "partial", notice=why), result)
-        self._messages = result["messages"]
-        if is_finished(rows):
-            return self._ended(note, used, Outcome(reply), result, loaded=True)
-        return self._unwritten_turn(note, used, reply, result)
-
-    def _unwritten_turn(
-        self, note: TurnNote, used: Mapping[str, int], reply: str, result: Mapping[str, Any]
-    ) -> Outcome:
-        """Return the outcome of a completed turn that Hermes could not write: only this process knows it."""
-        begin = max((at for at, each in enumerate(self._messages) if _is_users(each, note)), default=None)
-        if begin is not None:
-            self._unwritten += [dict(each) for each in self._messages[begin:]]
-        try:
-            self.flush()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the reply is there
-            notice = f"The history could not be written, so this turn may be forgotten later ({error})."
-            outcome = Outcome(reply, kept=False, notice=notice)
-            return self._ended(note, used, outcome, result, loaded=True, mark=self._mark)
-        return self._ended(note, used, Outcome(reply), result, loaded=True)
+            notices = " ".join(filter(None, (why, notice)))
+            return self._ended(note, used, Outcome(reply, "partial", kept=notice is None, notice=notices), result)
+        if not is_finished(rows):  # Hermes could not write it
+            turn_messages = self._of_turn(result, note) or sealed([self._question()], reply)
+            notice = self._remember(turn_messages, result["messages"])
+            return self._ended(note, used, Outcome(reply, kept=notice is None, notice=notice), result)
+        if self._history.shared:
+            self._reload()
+        else:
+            self._messages = result["messages"]
+        return self._ended(note, used, Outcome(reply), result)
 
     def _own(self, note: TurnNote) -> list[Row]:
-        """Return the rows of the turn that is noted. What other programs wrote before it is not among them."""
-        if self._unwritten:
+        """Return the rows of the turn that is noted. What other programs have written is not among them."""
+        if self._behind:
             return []
-        return self._history.beyond(note.began, note.digest)
+        try:
+            return self._history.own(note)
+        except sqlite3.Error:
+            self._behind = True
+            return []
 
-    def _failed(self, note: TurnNote, reason: str, text: str, used: Mapping[str, int]) -> AgentError:
+    def _failed(
+        self, note: TurnNote, reason: str, why: str, used: Mapping[str, int], result: Mapping[str, Any]
+    ) -> AgentError:
         """Put the history in order after a failed turn, and return the error to raise.
 
         If a tool may have acted, the turn stays, so that the model knows. Otherwise it leaves no trace.
@@ -363,39 +387,28 @@ class HermesAgent:
         if failure is not None and reason != "empty_response":
             reason = failure.reason
         rows = self._own(note)
-        acted = may_have_acted(rows, self._safe_tools)
-        if acted:
-            self._seal(rows, _ended(scrub("".join(self._said_since_tool)), f"it failed: {reason}", acted=True))
+        kept = False
+        if may_have_acted(rows, self._safe_tools) or not self._safe_tools.issuperset(self._started):
+            words = self._unwritten_words(rows, note, result)
+            answer = _ended(words, f"it failed: {reason}", acted=True)
+            kept = self._seal(rows, answer, note, result) is None
         else:
             self._take_back(rows)
-        self._mark = self._history.mark()
-        self._history.note_ended(note, self._mark)
+        self._note_ended(note)
         return AgentError(
             reason,
-            text,
+            why,
             retry_after_s=None if failure is None else failure.retry_after_s,
-            kept=bool(acted),
+            kept=kept,
             said=scrub("".join(self._said)),
             usage=self._used(used),
             model=self._model(),
             committed=self._mark,
         )
 
-    def _ended(
-        self,
-        note: TurnNote,
-        used: Mapping[str, int],
-        outcome: Outcome,
-        result: Mapping[str, Any],
-        *,
-        loaded: bool = False,
-        mark: str | None = None,
-    ) -> Outcome:
+    def _ended(self, note: TurnNote, used: Mapping[str, int], outcome: Outcome, result: Mapping[str, Any]) -> Outcome:
         """Note the end of a turn, and complete its outcome."""
-        if not loaded:
-            self._messages = self._history.load()
-        self._mark = self._history.mark() if mark is None else mark
-        self._history.note_ended(note, self._mark)
+        self._note_ended(note)
         steer = result.get("pending_steer")
         return msgspec.structs.replace(
             outcome,
@@ -406,17 +419,62 @@ class HermesAgent:
             pending_steer=scrub(str(steer)) if steer else None,
         )
 
-    def _seal(self, rows: Sequence[Row], text: str) -> None:
-        with _reported():
-            self._history.seal(rows, text)
-        self._messages = self._history.load()
+    def _note_ended(self, note: TurnNote) -> None:
+        if not self._behind:
+            with _reported():
+                self._mark = self._history.mark()
+        self._history.note_ended(note, self._mark)
+
+    def _seal(self, rows: Sequence[Row], answer: str, note: TurnNote, result: Mapping[str, Any]) -> str | None:
+        """End a turn that stays with this answer; return a notice if it is not in the history."""
+        if rows:
+            with contextlib.suppress(sqlite3.Error):
+                self._history.seal(rows, answer)
+                self._reload()
+                return None
+        turn = sealed(self._of_turn(result, note) or [self._question()], answer)
+        return self._remember(turn, [*self._messages, *turn])
+
+    def _remember(self, turn: Sequence[dict[str, Any]], messages: list[dict[str, Any]]) -> str | None:
+        """Keep a turn that could not be written, and try once more; return a notice if only this process knows it."""
+        self._unwritten += [dict(each) for each in turn]
+        self._messages, self._behind = messages, True
+        try:
+            self.flush()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reply is there
+            return f"The history could not be written, so this turn may be forgotten later ({error})."
+        return None
 
     def _take_back(self, rows: Sequence[Row]) -> None:
-        """Remove the last rows from the history and from memory."""
-        with _reported():
+        """Remove rows from the history, and from memory. If that fails, it is tried again later."""
+        if self._behind:
+            return
+        try:
             self._history.take_back(rows)
-        if not self._unwritten:
-            self._messages = self._history.load()
+            self._reload()
+        except sqlite3.Error:
+            traceback.print_exc()
+            self._behind = True
+
+    def _reload(self) -> None:
+        self._messages = self._history.load()
+
+    def _of_turn(self, result: Mapping[str, Any], note: TurnNote) -> list[dict[str, Any]]:
+        """Return the messages of a turn as Hermes has them in memory; none if it does not tell them."""
+        messages = list(result.get("messages") or ())
+        begin = len(self._messages)
+        if begin < len(messages) and _is_asked(messages[begin], note):
+            return messages[begin:]
+        # A compaction, or a repair of the history, has moved it.
+        begins = [at for at, each in enumerate(messages) if _is_asked(each, note)]
+        return messages[begins[-1] :] if begins else []
+
+    def _unwritten_words(self, rows: Sequence[Row], note: TurnNote, result: Mapping[str, Any]) -> str:
+        """Return what was streamed since the last tool and Hermes has not written. It writes some of it, at times."""
+        return unsaid(last_words(rows or self._of_turn(result, note)), scrub("".join(self._said_since_tool)))
+
+    def _question(self) -> dict[str, Any]:
+        return {"role": "user", "content": self._asked}
 
     def _used(self, before: Mapping[str, int]) -> dict[str, int]:
         return {name: count - before[name] for name, count in self._usage().items() if count > before[name]}
@@ -451,6 +509,7 @@ class HermesAgent:
         if delta and not self._said:
             delta = delta.lstrip("\n")  # Hermes puts an empty line after a tool, also where nothing was said before
         if self._turn is not None and delta:
+            self._failures.forget()  # the model answers again
             self._said.append(delta)
             self._said_since_tool.append(delta)
             self._turn.text(delta)
@@ -466,12 +525,15 @@ class HermesAgent:
     def _tool_started(self, call_id: str, name: str, arguments: Any) -> None:
         self._tools_started[call_id] = time.monotonic()
         self._said_since_tool = []
+        self._failures.forget()
+        self._started.append(name)
         if self._turn is not None:
             self._turn.tool_started(call_id, name, _preview(arguments))
 
     def _tool_finished(self, call_id: str, name: str, _arguments: Any, result: Any) -> None:
         now = time.monotonic()
         duration_s = now - self._tools_started.pop(call_id, now)
+        self._failures.forget()  # that of a subagent
         if self._turn is not None:
             self._turn.tool_finished(
                 call_id, name, ok=_succeeded(result), result=_preview(result), duration_s=duration_s
@@ -576,8 +638,8 @@ def _name_of(request: Open) -> str:
     return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _is_users(message: Mapping[str, Any], note: TurnNote) -> bool:
-    return message.get("role") == "user" and text_digest(str(message.get("content") or "")) == note.digest
+def _is_asked(message: Mapping[str, Any], note: TurnNote) -> bool:
+    return message.get("role") == "user" and text_digest(text_of(dict(message))) == note.digest
 
 
 def _resolve(request: dict[str, Any], answer: str) -> None:

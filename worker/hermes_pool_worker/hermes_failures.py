@@ -16,6 +16,14 @@ FINAL_STATUSES = {
     422: "bad_request",
 }  # fmt: skip
 """What a status of the provider means where Hermes has no word for it, or one that does not fit."""
+TELLING = frozenset(
+    {
+        "billing", "content_policy_blocked", "context_overflow", "image_too_large", "long_context_tier",
+        "model_not_found", "overloaded", "payload_too_large", "provider_policy_blocked", "rate_limit",
+        "upstream_rate_limit",
+    }
+)  # fmt: skip
+"""The reasons of Hermes that say more than the status does."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -54,7 +62,7 @@ class LastFailure:
 def failure_of(error: Any, reason: str, status: int | None) -> Failure:
     """Return what is known about a failed call, from Hermes' ``reason`` and the provider's ``status``."""
     status = status or getattr(error, "status_code", None)
-    if reason not in ("context_overflow", "content_policy_blocked", "provider_policy_blocked", "rate_limit"):
+    if reason not in TELLING:
         reason = FINAL_STATUSES.get(status or 0, reason)
     headers = getattr(getattr(error, "response", None), "headers", None) or {}
     return Failure(reason, retry_after_s(headers.get("retry-after")))

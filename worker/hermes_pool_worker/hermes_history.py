@@ -9,8 +9,13 @@ may write the same words, and another program may write to the session. It is kn
 ours begins and when it ends, the place is noted in Hermes' own database (``state_meta``), so that the next worker knows
 it too.
 
-Everything here uses the public methods of Hermes' ``SessionDB``. Nothing is deleted: a turn that is removed from the
-history stays on disk as inactive rows, as after Hermes' own ``/rewind``.
+Within a process it is known from the ids as well: Hermes writes through the database object that it was given, and
+``History`` notes the ids of the rows as they are written. So rows that another program writes in the middle of a turn
+of ours stay when the turn is removed.
+
+Everything here uses the public methods of Hermes' ``SessionDB``, but for the removal of rows between which another
+program has written. Nothing is deleted: a turn that is removed from the history stays on disk as inactive rows, as
+after Hermes' own ``/rewind``.
 """
 
 import contextlib
@@ -31,6 +36,10 @@ UNFINISHED_TOOL = "[interrupted: this tool did not report its result. It may hav
 """The result that a tool call without one is given, so that a provider accepts the history."""
 META_PREFIX = "hermes-pool:turn:"
 NAME_PREFIX = "hermes-pool:conversation:"
+
+_REASONING = (
+    "reasoning", "reasoning_content", "reasoning_details", "codex_reasoning_items", "codex_message_items",
+)  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -53,6 +62,38 @@ class History:
     def __init__(self, database: Any, session_id: str) -> None:
         self._database = database
         self.session_id = session_id
+        self._written: dict[int, None] = {}
+        """The ids of the rows that this process has written since ``forget_written``, in order."""
+        self.shared = False
+        """Whether another program had written among the rows that ``own`` returned last."""
+
+    def watch(self) -> None:
+        """Begin to note the ids of the rows that this process writes."""
+        append = self._database.append_message
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            row_id = append(*arguments, **named)
+            self._written[row_id] = None
+            return row_id
+
+        self._database.append_message = noted
+
+    def forget_written(self) -> None:
+        """Forget which rows were written: another turn begins."""
+        self._written.clear()
+
+    def own(self, note: "TurnNote") -> list[Row]:
+        """Return the rows of the turn of this process that is noted. What other programs wrote is not among them."""
+        rows = self.beyond(note.began, note.digest)
+        own = [row for row in rows if row["id"] in self._written]
+        if self._written and next(iter(self._written)) not in {row["id"] for row in rows}:
+            own = rows  # a compaction has written them anew
+        self.shared = len(own) < len(rows)
+        return own
+
+    def take_back_own(self, mark: str) -> None:
+        """Remove what this process has written after the mark."""
+        self.take_back([row for row in self.beyond(mark) if row["id"] in self._written])
 
     def load(self) -> list[dict[str, Any]]:
         """Return the history in the form that Hermes takes for the next turn, with broken tool calls repaired."""
@@ -126,10 +167,17 @@ class History:
         return []
 
     def take_back(self, rows: Sequence[Row]) -> None:
-        """Remove these rows, the last ones of the history. They begin with a user's row."""
-        first = next((row for row in rows if row["role"] == "user"), None)
-        if first is not None:
-            self._database.rewind_to_message(self.session_id, first["id"])
+        """Remove these rows. Those before the first user's row stay, and so does what is not among these rows."""
+        first = next((at for at, row in enumerate(rows) if row["role"] == "user"), None)
+        if first is None:
+            return
+        ids = {row["id"] for row in rows[first:]}
+        if all(row["id"] in ids for row in self.rows() if row["id"] >= min(ids)):
+            self._database.rewind_to_message(self.session_id, min(ids))
+            return
+        remove = "UPDATE messages SET active = 0 WHERE id = ?"
+        parameters = [(row_id,) for row_id in ids]
+        self._database._execute_write(lambda database: database.executemany(remove, parameters).rowcount)  # noqa: SLF001
 
     def seal(self, rows: Sequence[Row], text: str) -> None:
         """End a turn with this answer, so that it is well paired and Hermes does not merge the next prompt into it."""
@@ -150,7 +198,7 @@ class History:
                 tool_calls=message.get("tool_calls"),
                 tool_call_id=message.get("tool_call_id"),
                 finish_reason=message.get("finish_reason"),
-                reasoning=message.get("reasoning"),
+                **{name: message[name] for name in _REASONING if message.get(name) is not None},
             )
 
 
@@ -189,6 +237,29 @@ def open_calls(rows: Sequence[Row]) -> list[tuple[str, str]]:
         for call in _calls(row)
         if call.get("id") not in answered
     ]
+
+
+def sealed(messages: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return the messages of a turn, ended with this answer and well paired, as ``History.seal`` writes it."""
+    results = [
+        {"role": "tool", "content": UNFINISHED_TOOL, "tool_name": name, "tool_call_id": call_id}
+        for call_id, name in open_calls(messages)
+    ]
+    return [*messages, *results, {"role": "assistant", "content": text, "finish_reason": "stop"}]
+
+
+def unsaid(rows: Sequence[Row], said: str) -> str:
+    """Return what a person has seen of the reply and these rows do not hold."""
+    for row in rows:
+        if row["role"] == "assistant" and (text := text_of(row).strip()):
+            said = said.strip().removeprefix(text)
+    return said.strip()
+
+
+def last_words(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows after the last tool call and its results."""
+    begin = max((at + 1 for at, row in enumerate(rows) if row["role"] == "tool" or _calls(row)), default=0)
+    return list(rows[begin:])
 
 
 def is_finished(rows: Sequence[Row]) -> bool:
