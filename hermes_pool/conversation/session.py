@@ -760,15 +760,22 @@ class Session:
         self.metadata.turn_done(done)
         turn.end, turn.kept = done, done.kept
         if done.outcome == "interrupted" and isinstance(turn.ending, HermesPoolError):
+            self._note_written(done)
             return self._ended_early(turn)
         notice = done.notice
         if self._notice is not None:
             notice = self._notice if notice is None else f"{self._notice} {notice}"
             self._notice = None
         self._completed(turn)
-        if done.outcome == "completed" and (not done.kept or self.metadata.unwritten is not None):
-            self.metadata.history_written(None if done.kept else done.notice or "the agent did not say why")
+        self._note_written(done)
         return self._reply(turn, done.outcome, notice, done.pending_steer)
+
+    def _note_written(self, done: wire.TurnDone) -> None:
+        """Note whether the history could be written. A cancelled turn may be absent from it, if there is no notice."""
+        if not done.kept and (done.outcome != "interrupted" or done.notice is not None):
+            self.metadata.history_written(done.notice or "the agent did not say why")
+        elif done.kept and self.metadata.unwritten is not None:
+            self.metadata.history_written(None)
 
     def _completed(self, turn: ActiveTurn) -> None:
         self.slot.restart_budget.note_completed()
