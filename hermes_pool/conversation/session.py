@@ -767,14 +767,15 @@ class Session:
             notice = self._notice if notice is None else f"{self._notice} {notice}"
             self._notice = None
         self._completed(turn)
-        self._note_written(done)
+        if not done.kept or self.metadata.unwritten is not None:
+            self._note_written(done)
         return self._reply(turn, done.outcome, notice, done.pending_steer)
 
     def _note_written(self, done: wire.TurnDone) -> None:
         """Note whether the history could be written. A cancelled turn may be absent from it, if there is no notice."""
         if not done.kept and (done.outcome != "interrupted" or done.notice is not None):
             self.metadata.history_written(done.notice or "the agent did not say why")
-        elif done.kept and self.metadata.unwritten is not None:
+        elif done.kept:
             self.metadata.history_written(None)
 
     def _completed(self, turn: ActiveTurn) -> None:
