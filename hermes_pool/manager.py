@@ -295,7 +295,7 @@ class HermesSessionManager:
             session.start(turn)
         return Turn(session, turn, begun=True)
 
-    async def events(
+    def events(
         self, conversation: str | SessionKey, *, after: int | None = None
     ) -> AsyncGenerator[tuple[int, ConversationEvent], None]:
         """Watch a conversation: yield ``(seq, event)`` of all its turns, until the pool closes.
@@ -307,12 +307,7 @@ class HermesSessionManager:
         ``PoolClosedError``.
         """
         self._refuse_unless_open()
-        watching = self._find_or_make(_key(conversation)).log.watch(after)
-        try:
-            async for seq, event in watching:
-                yield seq, event
-        finally:
-            await watching.aclose()
+        return self._find_or_make(_key(conversation)).log.watch(after)
 
     async def transcript(
         self, conversation: str | SessionKey, *, after: str | None = None, limit: int = 100

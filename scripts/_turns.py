@@ -189,7 +189,9 @@ class TurnStorm:
         (folder / "turns_agent.py").write_text(AGENT)
         agent: dict[str, Any] = {"agent": "turns_agent:Agent", "agent_paths": (str(folder),)}
         if self._model is not None:
-            agent = {"agent": "hermes", "hermes_home": write_hermes_home(folder / "hermes", self._model.url)}
+            home = write_hermes_home(folder / "hermes", self._model.url)
+            # The shells of the tools read no file of whoever runs this, and leave nothing half done there.
+            agent = {"agent": "hermes", "hermes_home": home, "worker_env": {"HOME": str(folder)}}
         self._settings = PoolSettings(
             **agent,
             state_dir=folder / "state",

@@ -33,6 +33,17 @@ if sys.platform == "win32":
     ]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def home_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A home folder of the run's own. What a tool's shell reads at its start must not decide about a test.
+
+    Nor must a test that kills such a shell leave anything half done in the home of whoever runs it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Fail if the test leaves a process or a descriptor behind. Asked of the operating system, not of the pool."""

@@ -7,7 +7,7 @@ settles it exactly once. So a caller that is slow, gone or cancelled can block n
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -42,6 +42,13 @@ Face: TypeAlias = Literal["send", "turn", "start"]
 """By which verb of the manager a message came: it decides who can see its events, and who can answer its questions."""
 
 
+class Asked(NamedTuple):
+    """A question, and when the worker stops waiting for its answer, on the loop's clock."""
+
+    question: wire.Question
+    until: float
+
+
 class ActiveTurn:
     """One message on its way to a reply. It is also the stream of its events."""
 
@@ -49,7 +56,7 @@ class ActiveTurn:
         "_bytes_waiting", "_drained", "_events", "_left", "_log", "_on_settled", "_reasoned", "_reasoned_chars",
         "_safe_tools", "_said", "_said_chars", "_tool_at", "_waiters", "attempt", "began_at", "beginning", "deaths",
         "end", "ending", "face", "heard_at", "is_clients", "kept", "lags", "last_event", "metadata", "on_cancel",
-        "on_question", "outcome", "questions", "questions_open", "started_seq", "state", "streams", "text", "tools",
+        "on_question", "outcome", "questions", "started_seq", "state", "streams", "text", "tools",
         "tools_open", "turn_id",
     )  # fmt: skip
 
@@ -91,10 +98,8 @@ class ActiveTurn:
         """Its uses of tools over all attempts, in the order in which they started."""
         self.tools_open: dict[str, str] = {}
         """The names of the running tools, by call id."""
-        self.questions: dict[str, wire.Question] = {}
-        """The open questions, by their ids."""
-        self.questions_open: dict[str, float] = {}
-        """For each open question id, when the worker stops waiting for the answer, on the loop's clock."""
+        self.questions: dict[str, Asked] = {}
+        """The unanswered questions, by their ids. The worker may wait no more for the answer: see ``until``."""
         self.began_at = 0.0
         """When a worker was first given it, on the loop's clock."""
         self.heard_at = 0.0
@@ -216,14 +221,13 @@ class ActiveTurn:
 
     def asked(self, question: wire.Question, until: float) -> None:
         """Record a question that waits for its answer until ``until``, on the loop's clock."""
-        if len(self.questions_open) < CALLS_KEPT:
-            self.questions[question.question_id] = question
-            self.questions_open[question.question_id] = until
+        if len(self.questions) < CALLS_KEPT:
+            self.questions[question.question_id] = Asked(question, until)
 
-    def answered(self, question_id: str) -> bool:
+    def answered(self, question_id: str, now: float) -> bool:
         """Forget a question; return whether it was open."""
-        self.questions_open.pop(question_id, None)
-        return self.questions.pop(question_id, None) is not None
+        asked = self.questions.pop(question_id, None)
+        return asked is not None and asked.until > now
 
     def worker_died(self) -> None:
         """Count the death, and forget what ended with the worker."""
@@ -250,7 +254,7 @@ class ActiveTurn:
             model=None if end is None else end.model,
         )
 
-    def snapshot(self) -> TurnSnapshot:
+    def snapshot(self, now: float) -> TurnSnapshot:
         """Return the running turn as it stands."""
         return TurnSnapshot(
             turn_id=self.turn_id,
@@ -259,7 +263,7 @@ class ActiveTurn:
             said=self.said,
             reasoning="".join(self._reasoned),
             tools=tuple(self.tools),
-            questions=tuple(self.questions.values()),
+            questions=tuple(asked.question for asked in self.questions.values() if asked.until > now),
             metadata=self.metadata,
         )
 
@@ -267,7 +271,7 @@ class ActiveTurn:
         """End the turn with its outcome, once and for good."""
         self.state = TURN[self.state][_SETTLED]
         self.outcome = outcome
-        if self.tools_open or self.questions_open:
+        if self.tools_open or self.questions:
             self._forget_open()
         if self.started_seq is not None:
             said = outcome.text if isinstance(outcome, Reply) else outcome.message
@@ -280,7 +284,6 @@ class ActiveTurn:
 
     def _forget_open(self) -> None:
         self.tools_open.clear()
-        self.questions_open.clear()
         self.questions.clear()
 
     # --- the caller's side ---

@@ -59,7 +59,7 @@ class TurnDeadlines:
         if turn is None or turn.state is TurnState.SETTLED:
             self.turn = None
             return
-        if turn.lags or turn.tools_open or any(until > now for until in turn.questions_open.values()):
+        if turn.lags or turn.tools_open or any(asked.until > now for asked in turn.questions.values()):
             turn.heard_at = now
         if now >= turn.began_at + self._turn_s:
             self._on_limit(turn, Limit.TURN, self._turn_s)

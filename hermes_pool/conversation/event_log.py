@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from time import time
+from typing import Any, NoReturn
 
 from hermes_pool.conversation.events import ConversationEvent, EventsMissed, TurnSnapshot
 
@@ -53,36 +54,22 @@ class EventLog:
         self._closed = True
         self._wake()
 
-    async def watch(self, after: int | None = None) -> AsyncGenerator[tuple[int, ConversationEvent], None]:
-        """Yield ``(seq, event)`` of all events after number ``after``, and of those to come.
+    def watch(self, after: int | None = None) -> "Watcher":
+        """Return an iterator over ``(seq, event)`` of all events after number ``after``, and of those to come.
 
         ``None``: from the beginning of the running turn, or from now on if none runs.
         """
-        at = (self.turn_seq or self.last_seq) if after is None else after
+        return Watcher(self, after)
+
+    def _came(self) -> None:
         self.watchers += 1
         if self.watchers == 1 and self.watched is not None:
             self.watched()
-        try:
-            while True:
-                first = self.last_seq - len(self._events) + 1
-                if at > self.last_seq or at < first - 1:
-                    known = self._origin <= at <= self.last_seq
-                    missed = self.last_seq - at if known else None
-                    at = self.last_seq
-                    yield at, EventsMissed(count=missed, snapshot=self._snapshot())
-                    continue
-                if at < self.last_seq:
-                    event = self._events[at - first + 1][0]
-                    at += 1
-                    yield at, event
-                    continue
-                if self._closed:
-                    return
-                await self._change()
-        finally:
-            self.watchers -= 1
-            if not self.watchers and self.watched is not None:
-                self.watched()
+
+    def _went(self) -> None:
+        self.watchers -= 1
+        if not self.watchers and self.watched is not None:
+            self.watched()
 
     def _change(self) -> "asyncio.Future[None]":
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -94,3 +81,65 @@ class EventLog:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+class Watcher(AsyncGenerator[tuple[int, ConversationEvent], None]):
+    """Somebody who watches a conversation: see ``EventLog.watch``. Counts from its first event until it is closed.
+
+    It is a class and not a generator function because this is on the path of every event: a generator costs more.
+    """
+
+    __slots__ = ("_at", "_is_closed", "_is_here", "_log")
+
+    def __init__(self, log: EventLog, after: int | None) -> None:
+        self._log = log
+        self._at = after
+        self._is_here = self._is_closed = False
+
+    async def __anext__(self) -> tuple[int, ConversationEvent]:
+        """Return the next event and its number."""
+        log = self._log
+        if not self._is_here:
+            if self._is_closed:
+                raise StopAsyncIteration
+            self._is_here = True
+            if self._at is None:
+                self._at = log.turn_seq or log.last_seq
+            log._came()  # noqa: SLF001 - two halves of one thing
+        at: int = self._at  # type: ignore[assignment]  # known since the first event
+        while at == log.last_seq:
+            if log._closed:  # noqa: SLF001
+                await self.aclose()
+                raise StopAsyncIteration
+            await log._change()  # noqa: SLF001
+        events = log._events  # noqa: SLF001
+        first = log.last_seq - len(events) + 1
+        if first - 1 <= at < log.last_seq:
+            self._at = at + 1
+            return at + 1, events[at - first + 1][0]
+        known = log._origin <= at <= log.last_seq  # noqa: SLF001
+        self._at = log.last_seq
+        missed = log.last_seq - at if known else None
+        return log.last_seq, EventsMissed(count=missed, snapshot=log._snapshot())  # noqa: SLF001
+
+    async def asend(self, _value: None) -> tuple[int, ConversationEvent]:
+        """Return the next event and its number: there is nothing to send."""
+        return await anext(self)
+
+    async def athrow(self, kind: Any, value: Any = None, trace: Any = None) -> NoReturn:
+        """Stop watching, and raise the exception."""
+        await self.aclose()
+        raise kind if value is None else value
+
+    async def aclose(self) -> None:
+        """Stop watching. Leaving an ``async for`` early and forgetting the watcher does the same."""
+        self._is_closed = True
+        if self._is_here:
+            self._is_here = False
+            self._log._went()  # noqa: SLF001
+
+    def __del__(self) -> None:
+        """Stop watching: nobody can ask any more."""
+        if self._is_here:
+            self._is_here = False
+            self._log._went()  # noqa: SLF001

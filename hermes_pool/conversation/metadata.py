@@ -6,6 +6,7 @@ soon after a change, and always before an idle worker is stopped.
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,21 @@ if TYPE_CHECKING:  # SQLAlchemy takes longer to import than everything else toge
 
 Status = Literal["healthy", "dormant", "failed"]
 _UNWRITTEN = "the history could not be written: "
+
+
+@dataclass(frozen=True, slots=True)
+class LeftTurn:
+    """A turn that has no worker any more, and of which the history may have a part."""
+
+    turn: wire.Turn
+    given_up: bool = False
+    """Whether it has been reported as ended, so that its reply is no longer wanted."""
+    keep: bool = False
+    """Once it is given up: whether it is to stay in the history, up to where it was seen."""
+    said: str = ""
+    """What was seen of its reply."""
+    why: str = "the worker died"
+    """Why it ended, in words that the model may be told."""
 
 
 class SessionMetadata:
@@ -50,16 +66,8 @@ class SessionMetadata:
         self.turns = 0
         """How many turns have ended with a reply."""
         self.last_error: str | None = None
-        self.unfinished: wire.Turn | None = None
+        self.left: LeftTurn | None = None
         """The turn that the next worker may find unfinished in the history, since the last worker died in it."""
-        self.given_up = False
-        """Whether ``unfinished`` has been reported as failed, so that its reply is no longer wanted."""
-        self.left_keep = False
-        """Whether ``unfinished``, given up, is to stay in the history, up to where it was seen."""
-        self.left_said = ""
-        """What was seen of its reply."""
-        self.left_why = ""
-        """Why it ended."""
         self.unwritten: str | None = None
         """Why the last completed turn is in the worker's memory only; ``None`` if the history has it."""
         self.notice: str | None = None
@@ -98,7 +106,7 @@ class SessionMetadata:
         if replaces:
             self.restart_count += 1
         self.session_id, self.committed = opened.session_id, opened.committed
-        self.unfinished, self.given_up = None, False
+        self.left = None
         self._status, self.worker = "healthy", worker
         self.save_soon()
 
@@ -108,20 +116,15 @@ class SessionMetadata:
         self.last_error = error or self.last_error
         self.unwritten = None  # it went with the worker
         if unfinished is not None:
-            self.turn_left(unfinished, keep=False, said="", why="")
-            self.given_up = False
+            self.left = LeftTurn(unfinished)
 
     def replacements_spent(self) -> None:
         """Record that a turn has lost more workers than may be replaced for it."""
         self._status = "failed"
 
-    def turn_left(self, unfinished: wire.Turn | None, *, keep: bool, said: str, why: str) -> None:
-        """Record that a turn ended without a worker. The next worker removes ``unfinished`` from the history.
-
-        If ``keep`` is true, it stays up to where it was seen: ``said`` is what was seen, ``why`` why it ended.
-        """
-        self.unfinished, self.given_up = unfinished, unfinished is not None
-        self.left_keep, self.left_said, self.left_why = keep, said, why
+    def turn_left(self, left: "LeftTurn | None") -> None:
+        """Record that a turn ended without a worker; ``None``: it was completed."""
+        self.left = left
 
     def history_written(self, error: str | None) -> None:
         """Record whether the history has the last completed turn; ``error`` says why it has not."""
@@ -238,8 +241,8 @@ class SessionMetadata:
         if found.notice is not None and self.session_id is None:
             self.notice = found.notice
             self._log.warning("state_lost", notice=found.notice)
-        if self.unfinished is None and (left := found.open_turn) is not None and left.text is not None:
-            self.unfinished = wire.Turn(left.turn_id, 1, left.text)
+        if self.left is None and (left := found.open_turn) is not None and left.text is not None:
+            self.left = LeftTurn(wire.Turn(left.turn_id, 1, left.text))
             self.open_turn = left
         if stored is not None and stored.session_id is not None:
             self.session_id, self.committed = stored.session_id, stored.committed

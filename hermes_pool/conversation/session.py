@@ -21,7 +21,7 @@ from hermes_pool.conversation.deadlines import Limit, TurnDeadlines
 from hermes_pool.conversation.event_log import EventLog
 from hermes_pool.conversation.events import OpenQuestion, QuestionAnswered, TurnSnapshot, TurnSteered
 from hermes_pool.conversation.line import Line
-from hermes_pool.conversation.metadata import SessionMetadata
+from hermes_pool.conversation.metadata import LeftTurn, SessionMetadata
 from hermes_pool.conversation.past import TurnTeller
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.services import SessionServices
@@ -503,7 +503,7 @@ class Session:
         return next((turn for turn in every if turn.turn_id == turn_id), None)
 
     def _snapshot(self) -> TurnSnapshot | None:
-        return None if self._begun is None else self._begun.snapshot()
+        return None if self._begun is None else self._begun.snapshot(self._loop.time())
 
     # --- questions ---
 
@@ -516,16 +516,17 @@ class Session:
             OpenQuestion(
                 conversation_id=self._id,
                 user_id=self.key.user_id,
-                question=question,
-                left_s=max(0.0, turn.questions_open[question_id] - now),
+                question=asked.question,
+                left_s=asked.until - now,
             )
-            for question_id, question in turn.questions.items()
+            for asked in turn.questions.values()
+            if asked.until > now
         ]
 
     def answer(self, turn: ActiveTurn, question_id: str, text: str | None) -> bool:
         """Pass an answer to the worker (``None``: nobody can answer); return whether the question was open."""
         connection = self.slot.connection
-        if turn is not self.slot.turn or connection is None or not turn.answered(question_id):
+        if turn is not self.slot.turn or connection is None or not turn.answered(question_id, self._loop.time()):
             return False
         turn.heard_at = self._loop.time()
         connection.send(wire.Answer(turn.turn_id, turn.attempt, question_id, text or "", nobody=text is None))
@@ -829,12 +830,9 @@ class Session:
         if slot.connection is None:
             completed = isinstance(outcome, Reply) and outcome.outcome == "completed"
             turn.kept = completed or self._stays(turn)
-            metadata.turn_left(
-                None if completed else wire.Turn(turn.turn_id, turn.attempt, turn.text),
-                keep=turn.kept,
-                said=turn.said,
-                why="the worker died" if turn.ending is None else _why(turn.ending),
-            )
+            why = "the worker died" if turn.ending is None else _why(turn.ending)
+            left = wire.Turn(turn.turn_id, turn.attempt, turn.text)
+            metadata.turn_left(None if completed else LeftTurn(left, True, turn.kept, turn.said, why))
             if isinstance(outcome, Reply) and not completed:
                 outcome = self._reply(turn, outcome.outcome, outcome.notice)
         if isinstance(error, TurnError):

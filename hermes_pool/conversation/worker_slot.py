@@ -179,17 +179,18 @@ class WorkerSlot:
         earlier: list[wire.Said] = []
         if metadata.session_id is None and self._services.history is not None:
             earlier = await earlier_messages(self._services.history, self.occupant.key)
+        left = metadata.left
         return self._services.factory.request(
             self._id,
             user_id=self.occupant.key.user_id,
             earlier=earlier,
             session_id=metadata.session_id,
             committed=metadata.committed,
-            unfinished=metadata.unfinished,
-            given_up=metadata.given_up,
-            keep=metadata.left_keep if metadata.given_up else self._services.settings.replay != "always",
-            said=metadata.left_said,
-            why=metadata.left_why or "the worker died",
+            unfinished=None if left is None else left.turn,
+            given_up=left is not None and left.given_up,
+            keep=left.keep if left is not None and left.given_up else self._services.settings.replay != "always",
+            said="" if left is None else left.said,
+            why="" if left is None else left.why,
         )
 
     def _launch_failed(self, error: WorkerStartError) -> None:
@@ -384,7 +385,7 @@ class WorkerSlot:
         excuse = None
         if turn is not None and turn.lags:
             excuse = "waits until its events are read"
-        elif turn is not None and turn.questions_open:
+        elif turn is not None and any(asked.until > now for asked in turn.questions.values()):
             excuse = "waits for an answer"
         return Evidence(
             now=now,

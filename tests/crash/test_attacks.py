@@ -249,7 +249,7 @@ async def test_frames_of_other_turns_attempts_and_conversations_reach_nobody(
         assert [event.text for event in events if isinstance(event, wire.TextDelta)] == ["a newer worker"]
         assert len(events) == 1
         assert victim.outcome is None
-        assert (victim._turn.tools, victim._turn.questions_open) == ([], {})
+        assert (victim._turn.tools, victim._turn.questions) == ([], {})
         assert (await row_of(pool, "c")).session_id == session_id
         end = await victim.cancel()
         assert end is not None

@@ -7,6 +7,7 @@ from hermes_pool import Timeouts, TurnCancelledError
 from hermes_pool.conversation.active_turn import ActiveTurn
 from hermes_pool.conversation.deadlines import Limit, TurnDeadlines
 from hermes_pool.conversation.event_log import EventLog
+from hermes_pool_worker import wire
 from tests import virtual_time
 
 TIMEOUTS = Timeouts(turn_s=1800, progress_s=600)
@@ -55,13 +56,13 @@ def test_the_clock_of_progress_stands_still(why: str) -> None:
             case "tool":
                 turn.tools_open["c1"] = "a tool"
             case "question":
-                turn.questions_open["q1"] = turn.began_at + 1500
+                turn.asked(wire.Question("t", 1, "q1", "clarify", "?", [], 1500), turn.began_at + 1500)
             case "slow consumer":
                 turn.lags = True
         deadlines.watch(turn)
         await asyncio.sleep(1500)
         turn.tools_open.clear()
-        turn.questions_open.clear()
+        turn.questions.clear()
         turn.lags = False
         await asyncio.sleep(3600)
 
