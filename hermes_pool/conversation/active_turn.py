@@ -15,7 +15,7 @@ from hermes_pool.account import ToolUse, TurnAccount
 from hermes_pool.conversation.event_log import EventLog
 from hermes_pool.conversation.events import TurnEnded, TurnSnapshot, TurnStarted
 from hermes_pool.conversation.reply import Reply
-from hermes_pool.errors import HermesPoolError
+from hermes_pool.errors import HermesPoolError, InvalidUseError
 from hermes_pool.lifecycle import TURN, TurnChange, TurnState
 from hermes_pool.settings import OnCancel, SessionKey
 from hermes_pool_worker import wire
@@ -53,11 +53,11 @@ class ActiveTurn:
     """One message on its way to a reply. It is also the stream of its events."""
 
     __slots__ = (
-        "_bytes_waiting", "_drained", "_events", "_left", "_log", "_on_settled", "_reasoned", "_reasoned_chars",
-        "_safe_tools", "_said", "_said_chars", "_tool_at", "_waiters", "attempt", "began_at", "beginning", "deaths",
-        "end", "ending", "face", "heard_at", "is_clients", "kept", "lags", "last_event", "metadata", "on_cancel",
-        "on_question", "outcome", "questions", "started_seq", "state", "streams", "text", "tools",
-        "tools_open", "turn_id",
+        "_bytes_waiting", "_drained", "_events", "_is_awaited", "_left", "_log", "_on_settled", "_reasoned",
+        "_reasoned_chars", "_safe_tools", "_said", "_said_chars", "_tool_at", "_waiters", "attempt", "began_at",
+        "beginning", "deaths", "end", "ending", "face", "heard_at", "is_clients", "kept", "lags", "last_event",
+        "metadata", "on_cancel", "on_question", "outcome", "questions", "started_seq", "state", "streams", "text",
+        "tools", "tools_open", "turn_id",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0915 - many attributes, one line each
@@ -127,6 +127,7 @@ class ActiveTurn:
         self._reasoned_chars = 0
         self._events: deque[wire.TurnEvent] | None = deque() if face == "turn" else None
         self._bytes_waiting = 0
+        self._is_awaited = False
         self._waiters: tuple[asyncio.Future[None], ...] = ()
 
     # --- the session's side ---
@@ -304,7 +305,16 @@ class ActiveTurn:
             if self.outcome is not None:
                 self._events = None
                 break
-            await self._change()
+            if self._is_awaited:
+                raise InvalidUseError(
+                    f"another task waits for the next event of turn {self.turn_id!r}: "
+                    "use sessions.events() for another reader"
+                )
+            self._is_awaited = True
+            try:
+                await self._change()
+            finally:
+                self._is_awaited = False
         raise StopAsyncIteration
 
     async def settled(self) -> Reply | HermesPoolError:

@@ -17,7 +17,7 @@ from hermes_pool.conversation.events import ConversationEvent, EventsMissed, Tur
 EVENTS_KEPT = 2048
 """How many events of a conversation are kept at most."""
 EVENT_BYTES_KEPT = 512 * 1024
-"""How many bytes of text those may hold, approximately."""
+"""How many bytes of text those may hold, approximately. Where there is more, half of that is kept."""
 
 
 class EventLog:
@@ -25,8 +25,10 @@ class EventLog:
 
     def __init__(self, snapshot: Callable[[], TurnSnapshot | None]) -> None:
         self._snapshot = snapshot
-        self._events: deque[tuple[ConversationEvent, int]] = deque()
+        self._events: deque[ConversationEvent] = deque(maxlen=EVENTS_KEPT)
+        self._sizes: deque[int] = deque(maxlen=EVENTS_KEPT)
         self._bytes = 0
+        """How many bytes there were when that was counted last, and how many have come since."""
         self.last_seq = self._origin = int(time() * 1000)
         """The number of the latest event."""
         self.turn_seq: int | None = None
@@ -39,15 +41,24 @@ class EventLog:
         self._closed = False
 
     def append(self, event: ConversationEvent, size: int = 0) -> None:
-        """Append an event of about ``size`` bytes, and drop the oldest ones over the limits."""
-        events = self._events
-        events.append((event, size))
+        """Append an event with about ``size`` bytes of text; the oldest ones over the limits go."""
+        self._events.append(event)
+        self._sizes.append(size)
         self.last_seq += 1
-        self._bytes += size
-        while len(events) > EVENTS_KEPT or (self._bytes > EVENT_BYTES_KEPT and len(events) > 1):
-            self._bytes -= events.popleft()[1]
+        self._bytes = held = self._bytes + size
+        if held > EVENT_BYTES_KEPT:
+            self._trim()
         if self._waiters:
             self._wake()
+
+    def _trim(self) -> None:
+        """Drop the oldest events over half of the bytes, so that this is not needed again soon."""
+        events, sizes = self._events, self._sizes
+        held = sum(sizes)
+        while held > EVENT_BYTES_KEPT // 2 and len(events) > 1:
+            events.popleft()
+            held -= sizes.popleft()
+        self._bytes = held
 
     def close(self) -> None:
         """End all watching, once each watcher has had what is there."""
@@ -116,7 +127,7 @@ class Watcher(AsyncGenerator[tuple[int, ConversationEvent], None]):
         first = log.last_seq - len(events) + 1
         if first - 1 <= at < log.last_seq:
             self._at = at + 1
-            return at + 1, events[at - first + 1][0]
+            return at + 1, events[at - first + 1]
         known = log._origin <= at <= log.last_seq  # noqa: SLF001
         self._at = log.last_seq
         missed = log.last_seq - at if known else None

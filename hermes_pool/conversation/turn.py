@@ -31,14 +31,13 @@ class Turn:
     entered.
     """
 
-    __slots__ = ("_begun", "_events", "_is_waiting", "_session", "_turn")
+    __slots__ = ("_begun", "_events", "_session", "_turn")
 
     def __init__(self, session: Session, turn: ActiveTurn, *, begun: bool = False) -> None:
         self._session = session
         self._turn = turn
         self._begun = begun
         self._events: AsyncIterator[wire.TurnEvent] | None = None
-        self._is_waiting = False
 
     def __eq__(self, other: object) -> bool:
         """Whether it is the same turn."""
@@ -112,31 +111,23 @@ class Turn:
         """Iterate over the events until the turn ends, however it ends: ``reply`` reports that.
 
         A turn that was entered tells all its events, and its worker waits for a slow reader. One that ``start``
-        returned tells those that the conversation has kept.
+        returned tells those that the conversation has kept, to any number of readers.
         """
         self._check_begun()
-        if self._turn.face == "turn" and not self._turn.is_heard:
+        if self._turn.face != "turn":
+            return self._watch()
+        if not self._turn.is_heard:
             raise InvalidUseError(
                 "the events of a turn are read once, and before its reply: use sessions.events() for another reader",
                 conversation_id=self.conversation_id,
             )
-        return self
+        return self._turn
 
     async def __anext__(self) -> wire.TurnEvent:
         """Return the next event."""
-        self._check_begun()
-        if self._is_waiting:
-            raise InvalidUseError(
-                "another task waits for the next event of this turn: use sessions.events() for another reader",
-                conversation_id=self.conversation_id,
-            )
         if self._events is None:
-            self._events = self._turn if self._turn.face == "turn" else self._watch()
-        self._is_waiting = True
-        try:
-            return await anext(self._events)
-        finally:
-            self._is_waiting = False
+            self._events = aiter(self)
+        return await anext(self._events)
 
     async def _watch(self) -> AsyncIterator[wire.TurnEvent]:
         if self._turn.outcome is not None and self._turn.started_seq is None:

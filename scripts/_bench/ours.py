@@ -110,27 +110,27 @@ class Events(Zygote):
         self._watching: dict[str, AsyncIterator[tuple[int, object]]] = {}
 
     async def send(self, key: str, text: str) -> str:
-        async for outcome in self._watch(key, text):
-            if isinstance(outcome, Reply):
-                return outcome.text
+        watching = self._watch(key)
+        await self.manager.start(key, text)
+        async for _, event in watching:
+            if isinstance(event, TurnEnded):
+                return event.outcome.text if isinstance(event.outcome, Reply) else ""
         raise LookupError("the turn has no end")
 
     async def stream(self, key: str, text: str) -> AsyncIterator[int]:
-        async for event in self._watch(key, text):
+        watching = self._watch(key)
+        await self.manager.start(key, text)
+        async for _, event in watching:
             if isinstance(event, TextDelta):
                 yield len(event.text)
+            elif isinstance(event, TurnEnded):
+                return
 
-    async def _watch(self, key: str, text: str) -> AsyncIterator[object]:
+    def _watch(self, key: str) -> AsyncIterator[tuple[int, object]]:
+        """The one watcher of a conversation, which stays for all its turns."""
         if key not in self._watching:
             self._watching[key] = self.manager.events(key)
-        watching = self._watching[key]
-        await self.manager.start(key, text)
-        while True:
-            _, event = await anext(watching)
-            if isinstance(event, TurnEnded):
-                yield event.outcome
-                return
-            yield event
+        return self._watching[key]
 
 
 class Spare(Zygote):

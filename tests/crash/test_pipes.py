@@ -15,7 +15,7 @@ from hermes_pool.conversation import active_turn, session
 from hermes_pool.errors import TurnCancelledError, WorkerCrashedError
 from hermes_pool.process import connection
 from tests.crash.outside import complaints, gone, memory_growth, process_of, row_of
-from tests.support import Faulty, OpenPool, quick, until
+from tests.support import AGENTS, Faulty, Obedient, OpenPool, quick, until
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["spawn", "portable"])
 MIB = 1024 * 1024
@@ -58,6 +58,50 @@ async def test_messages_of_any_size_cross_unchanged_both_ways_at_once(
     texts = [text[:size] for text in texts]
     replies = await asyncio.gather(*(pool.send(text[:1] + "-c", text) for text in texts))
     assert [reply.text == text for reply, text in zip(replies, texts, strict=True)] == [True, True]
+
+
+@LAUNCHERS
+async def test_a_cancel_in_the_middle_of_a_frame_from_the_worker_leaves_the_wire_whole(
+    open_pool: OpenPool, launcher: str
+) -> None:
+    pool = await open_pool(agent="dribbles:Agent", agent_paths=(str(AGENTS),), launcher=launcher)
+    await pool.send("c", "hello")
+    worker = await process_of(pool, "c")
+    for number in range(25):
+        sending = asyncio.create_task(pool.send("c", f"dribble {number} " + "x" * 150))
+        await until(lambda: _is_busy(pool), "the message to be handed over")
+        await asyncio.sleep(number / 2000)  # where it strikes: the frame takes over 100 ms
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert (await pool.send("c", f"message {number}")).text == f"message {number}"
+    assert await process_of(pool, "c") == worker
+
+
+@LAUNCHERS
+async def test_a_cancel_in_the_middle_of_a_frame_to_the_worker_leaves_the_wire_whole(
+    open_pool: OpenPool, obedient: Obedient, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    monkeypatch.setattr(session, "CHECK_FROZEN_AFTER_S", math.inf)
+    pool = await open_pool(**obedient.settings(), launcher=launcher)
+    await pool.send("c", "hello")
+    worker = await process_of(pool, "c")
+    long = [f"{number} " + "x" * 8 * MIB for number in range(8)]
+    for number, text in enumerate(long):
+        worker.suspend()
+        await until(lambda: worker.status() == psutil.STATUS_STOPPED, "the worker to be stopped")
+        sending = asyncio.create_task(pool.send("c", text))
+        await until(lambda: _is_busy(pool), "the message to be handed over")
+        worker.resume()
+        await asyncio.sleep(number / 500)  # where it strikes: a message of this length takes some 10 ms
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert (await pool.send("c", f"message {number}")).text == f"message {number}"
+    assert await process_of(pool, "c") == worker
+    ran = obedient.marks("begun")
+    assert [text for text in ran if text.startswith("message")] == [f"message {number}" for number in range(8)]
+    assert [text[:3] for text in ran if text not in (*long, "hello") and not text.startswith("message")] == []
 
 
 @LAUNCHERS

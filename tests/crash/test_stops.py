@@ -245,10 +245,11 @@ async def test_a_worker_is_stopped_and_mourned_also_where_no_thread_can_be_start
     stopped = await asyncio.wait_for(pool.stop("c"), 10)
     assert stopped is not None
     assert (stopped.how, stopped.left) == ("closed", ())
-    rows = {row.conversation_id: row for row in await pool.sessions()}
-    assert {name: (row.state, row.pid) for name, row in rows.items()} == {
-        "c": ("stopped", None),
-        "d": ("stopped", None),
-    }
+    stopped_rows = {("c", "stopped", None), ("d", "stopped", None)}
+
+    async def both_are_mourned() -> bool:
+        return {(row.conversation_id, row.state, row.pid) for row in await pool.sessions()} == stopped_rows
+
+    await until(both_are_mourned, "both workers to be mourned")
     monkeypatch.undo()
     assert (await pool.send("c", "/count")).text == "2"

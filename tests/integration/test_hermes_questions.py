@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from hermes_pool import Question
 from hermes_pool.testing.scripted_model import ScriptedModel
 from tests.integration.hermes_program import NEEDS_HERMES, said
-from tests.support import OpenPool, quick, until
+from tests.support import OpenPool, known, quick, until
 
 pytestmark = NEEDS_HERMES
 
@@ -122,3 +124,48 @@ async def test_a_worker_with_the_only_copy_of_a_turn_does_not_go_before_it_is_wr
     await until(gone, "the worker to go")
     await pool.send("c", "three")
     assert said(model.requests[-1]) == ["one", "two", "three"]
+
+
+def open_files(pid: int) -> list[str]:
+    found = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed just now
+            found.append(os.readlink(descriptor))
+    return found
+
+
+@pytest.mark.slow
+async def test_twenty_workers_share_one_home_while_others_read_it(
+    open_pool: OpenPool, hermes: dict[str, Any], home: Path, model: ScriptedModel
+) -> None:
+    pool = await open_pool(**hermes)
+    names = [f"c{number}" for number in range(20)]
+
+    async def talk(name: str) -> None:
+        for number in range(3):
+            await pool.send(name, f"{name} says {number}")
+
+    async def look(*command: str) -> None:
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "HERMES_HOME": str(home), "HERMES_POOL_STATE_DIR": str(pool.settings.state_dir)},
+        )  # fmt: skip
+        output, _ = await asyncio.wait_for(program.communicate(), 60)
+        assert program.returncode == 0, output
+
+    await asyncio.gather(
+        *map(talk, names), look("hermes_cli.main", "sessions", "list"), look("hermes_pool", "ps", "--json")
+    )
+    workers = [known(row.pid) for row in await pool.sessions()]
+    assert len(set(workers)) == 20
+    files = {pid: open_files(pid) for pid in (*workers, os.getpid())}
+    assert [file for file in files.pop(os.getpid()) if "state.db" in file] == []
+    assert all(any(file.endswith("state.db") for file in opened) for opened in files.values())
+    assert [file for opened in files.values() for file in opened if "(deleted)" in file and "state.db" in file] == []
+    last = {said(request)[-1]: said(request) for request in model.requests}
+    for name in names:
+        assert last[f"{name} says 2"] == [f"{name} says {number}" for number in range(3)]
+    with contextlib.closing(sqlite3.connect(home / "state.db")) as database:
+        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        rows = database.execute("SELECT content FROM messages WHERE role = 'user' AND active").fetchall()
+    assert sorted(text for (text,) in rows) == sorted(f"{name} says {number}" for name in names for number in range(3))

@@ -188,6 +188,18 @@ async def test_a_turn_is_cancelled_while_its_worker_starts(open_pool: OpenPool, 
     assert obedient.marks("begun") == ["next"]
 
 
+async def test_a_started_turn_has_any_number_of_readers(open_pool: OpenPool, obedient: Obedient) -> None:
+    pool = await open_pool(**obedient.settings())
+    turn = await pool.start("c", "stream 3")
+
+    async def read() -> list[wire.TurnEvent]:
+        return [event async for event in turn]
+
+    first, second = await asyncio.gather(read(), read())
+    assert [event.text for event in first if isinstance(event, wire.TextDelta)] == ["0 ", "1 ", "2 "]
+    assert first == second == await read()
+
+
 async def test_wrong_use_raises_and_sends_nothing(open_pool: OpenPool, obedient: Obedient) -> None:
     pool = await open_pool(**obedient.settings())
     turn = pool.turn("c", "once")

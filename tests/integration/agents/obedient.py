@@ -65,7 +65,7 @@ class Agent:
                 child = subprocess.Popen(["sleep", "300"], start_new_session=True)
                 reply = str(child.pid)
         self.mark("ended", text)
-        return Outcome(reply, committed=text, usage={"input_tokens": len(text)})
+        return Outcome(reply, committed=text[:1000], usage={"input_tokens": len(text)})
 
     def wait_for(self, path: Path) -> bool:
         while not path.exists():
