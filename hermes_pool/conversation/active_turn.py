@@ -6,7 +6,7 @@ settles it exactly once. So a caller that is slow, gone or cancelled can block n
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -166,24 +166,29 @@ class ActiveTurn:
 
     def push(self, event: wire.TurnEvent) -> None:
         """Tell an event to those who watch the conversation, and to the caller, if the caller still listens."""
-        kind = type(event)
-        if kind is wire.TextDelta:
-            text: str = event.text  # type: ignore[union-attr]  # as for every piece of text
-            if self._said_chars < SAID_CHARS_MAX:
-                self._said.append(text)
-                self._said_chars += len(text)
-            size = len(text)
-        else:
-            if kind is wire.ReasoningDelta and self._reasoned_chars < SAID_CHARS_MAX:
-                self._reasoned.append(event.text)  # type: ignore[union-attr]
-                self._reasoned_chars += len(event.text)  # type: ignore[union-attr]
-            size = _size(event)
-        self._log.append(event, size)
-        events = self._events
-        if events is not None:
-            events.append(event)
+        if type(event) is wire.ReasoningDelta and self._reasoned_chars < SAID_CHARS_MAX:
+            self._reasoned.append(event.text)
+            self._reasoned_chars += len(event.text)
+        size = _size(event)
+        self._tell((event,), (size,), size)
+
+    def push_texts(self, pieces: Sequence[wire.TextDelta]) -> None:
+        """Tell pieces of text in the same way. They come many at a time: there may be thousands in a second."""
+        texts = [piece.text for piece in pieces]
+        sizes = [*map(len, texts)]
+        size = sum(sizes)
+        if self._said_chars < SAID_CHARS_MAX:
+            self._said += texts
+            self._said_chars += size
+        self._tell(pieces, sizes, size)
+
+    def _tell(self, events: Sequence[wire.TurnEvent], sizes: Sequence[int], size: int) -> None:
+        self._log.extend(events, sizes, size)
+        waiting = self._events
+        if waiting is not None:
+            waiting += events
             self._bytes_waiting += size
-            if len(events) >= EVENTS_WAITING_MAX or self._bytes_waiting >= EVENT_BYTES_WAITING_MAX:
+            if len(waiting) >= EVENTS_WAITING_MAX or self._bytes_waiting >= EVENT_BYTES_WAITING_MAX:
                 self.lags = True
             if self._waiters:
                 self._wake()
@@ -369,5 +374,5 @@ class ActiveTurn:
 
 
 def _size(event: wire.TurnEvent) -> int:
-    """Return approximately how many bytes an event holds. Too slow for text deltas: there may be thousands."""
+    """Return approximately how many bytes an event holds. Too slow for pieces of text: there may be thousands."""
     return sum(len(value) for value in msgspec.structs.astuple(event) if isinstance(value, str | list))

@@ -8,7 +8,7 @@ never slows the worker down.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from time import time
 from typing import Any, NoReturn
 
@@ -40,13 +40,24 @@ class EventLog:
         self._waiters: list[asyncio.Future[None]] = []
         self._closed = False
 
-    def append(self, event: ConversationEvent, size: int = 0) -> None:
+    def append(self, event: ConversationEvent, size: int) -> None:
         """Append an event with about ``size`` bytes of text; the oldest ones over the limits go."""
         self._events.append(event)
         self._sizes.append(size)
         self.last_seq += 1
-        self._bytes = held = self._bytes + size
-        if held > EVENT_BYTES_KEPT:
+        self._bytes += size
+        if self._bytes > EVENT_BYTES_KEPT:
+            self._trim()
+        if self._waiters:
+            self._wake()
+
+    def extend(self, events: Sequence[ConversationEvent], sizes: Sequence[int], size: int) -> None:
+        """Append many events at once: about so many bytes of text each, ``size`` in all."""
+        self._events += events
+        self._sizes += sizes
+        self.last_seq += len(events)
+        self._bytes += size
+        if self._bytes > EVENT_BYTES_KEPT:
             self._trim()
         if self._waiters:
             self._wake()

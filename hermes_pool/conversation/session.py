@@ -7,7 +7,7 @@ a caller that leaves early cannot let the next message in too soon.
 import asyncio
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, assert_never
 
 import msgspec
@@ -96,6 +96,7 @@ class Session:
             services,
             self._log,
             on_frame=self._heard,
+            on_texts=self._heard_texts,
             on_ready=self._worker_ready,
             on_death=self._worker_died,
         )
@@ -709,9 +710,9 @@ class Session:
         ):
             return False
         turn.heard_at = self._loop.time()
-        if isinstance(frame, wire.TextDelta):  # first and by itself, since there may be thousands
+        if isinstance(frame, wire.TextDelta):
             turn.last_event = "TextDelta"
-            turn.push(frame)
+            turn.push_texts((frame,))
         elif isinstance(frame, wire.TurnDone):
             self._settle(turn, self._done(turn, frame))
             return True
@@ -723,6 +724,25 @@ class Session:
         if turn.lags and self.slot.connection is not None:
             self.slot.connection.pause_reading()
         return True
+
+    def _heard_texts(self, frames: Sequence[wire.FromWorker]) -> int:
+        """Take the pieces of text of the running turn with which a batch of frames begins; return how many."""
+        turn = self.slot.turn
+        if turn is None or turn.state is _RECOVERING:
+            return 0
+        turn_id, attempt = turn.turn_id, turn.attempt
+        pieces: list[wire.TextDelta] = []
+        for frame in frames:
+            if type(frame) is not wire.TextDelta or frame.turn_id != turn_id or frame.attempt != attempt:
+                break
+            pieces.append(frame)
+        if pieces:
+            turn.heard_at = self._loop.time()
+            turn.last_event = "TextDelta"
+            turn.push_texts(pieces)
+            if turn.lags and self.slot.connection is not None:
+                self.slot.connection.pause_reading()
+        return len(pieces)
 
     def _happened(self, turn: ActiveTurn, event: wire.TurnEvent) -> None:
         """Record an event of the running turn, and tell it."""

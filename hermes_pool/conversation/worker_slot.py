@@ -6,7 +6,7 @@ the session. Every change of state goes through the worker's table in ``lifecycl
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from functools import partial
 from logging import DEBUG, INFO
@@ -53,8 +53,9 @@ _OF_THE_POOL = (WorkerUnusableError, NoCapacityError, PoolUnavailableError)
 class WorkerSlot:
     """The slot for the worker of one session, which is the ``occupant`` for admission.
 
-    ``on_frame`` takes the frames of turns and returns whether they were expected. ``on_ready`` is called when a worker
-    has opened the session, and ``on_death`` when such a worker has died, with whether the pool wanted that.
+    ``on_frame`` takes the frames of turns and returns whether they were expected; ``on_texts`` takes the pieces of text
+    with which a batch of frames begins, and returns how many. ``on_ready`` is called when a worker has opened the
+    session, and ``on_death`` when such a worker has died, with whether the pool wanted that.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class WorkerSlot:
         log: Any,
         *,
         on_frame: Callable[[wire.TurnFrame], bool],
+        on_texts: Callable[[Sequence[wire.FromWorker]], int],
         on_ready: Callable[[wire.Opened], None],
         on_death: Callable[[DeathReport, bool], None],
     ) -> None:
@@ -81,6 +83,7 @@ class WorkerSlot:
         """Why the worker is to be stopped once it has nothing to do; ``None`` if it is not."""
         self.jobs = BackgroundJobs(services.settings.timeouts.background_s, asyncio.get_running_loop().time)
         self.connection_heard = on_frame  # straight to the session: this is on the path of every frame
+        self.connection_heard_texts = on_texts
         self._id = occupant.key.conversation_id
         self.restart_budget = RestartBudget(
             services.settings.restarts, monotonic, random.random, conversation_id=self._id

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import functools
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, Protocol, TypeVar, assert_never
@@ -47,6 +47,9 @@ class ConnectionListener(Protocol):
 
     def connection_heard(self, frame: wire.TurnFrame) -> bool:
         """Take a frame of a turn; return whether it was expected."""
+
+    def connection_heard_texts(self, frames: Sequence[wire.FromWorker]) -> int:
+        """Take the pieces of text of the running turn with which a batch of frames begins; return how many."""
 
     def connection_background(self, frame: wire.BackgroundFrame) -> bool:
         """Take a frame about background work; return whether it was expected."""
@@ -256,7 +259,9 @@ class WorkerConnection:
         self.pinged_at = None
         decoder = self._decoder
         frames = decoder.feed(data)
-        for frame in frames:
+        # A model that is faster than this host sends many pieces at once.
+        taken = 0 if len(frames) == 1 or self._unsolicited else self.listener.connection_heard_texts(frames)
+        for frame in frames[taken:] if taken else frames:
             if self._unsolicited >= UNSOLICITED_MAX:  # it is condemned, and nothing that it sends counts any more
                 return False
             expected = (

@@ -139,6 +139,10 @@ class Spares:
         """Refuse it: a spare has no turns."""
         return False
 
+    def connection_heard_texts(self, frames: Sequence[wire.FromWorker]) -> int:
+        """Take none: a spare has no turns."""
+        return 0
+
     def connection_background(self, frame: wire.BackgroundFrame) -> bool:
         """Refuse it: a spare has no background jobs."""
         return False

@@ -216,13 +216,13 @@ class Opened(Message, frozen=True):
     acted: list[Name] = []
 
 
-class TextDelta(TurnMessage, frozen=True):
+class TextDelta(TurnMessage, frozen=True, gc=False):
     """The next piece of the reply."""
 
     text: str
 
 
-class ReasoningDelta(TurnMessage, frozen=True):
+class ReasoningDelta(TurnMessage, frozen=True, gc=False):
     """The next piece of the model's reasoning, which is not part of the reply."""
 
     text: str

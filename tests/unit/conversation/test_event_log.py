@@ -88,7 +88,7 @@ async def test_who_watches_is_counted_while_they_watch() -> None:
     tasks = [asyncio.ensure_future(anext(each)) for each in (first, second)]
     await asyncio.sleep(0)
     assert (log.watchers, told) == (2, [1])
-    log.append(piece(1))
+    log.append(piece(1), 1)
     await asyncio.gather(*tasks)
     await first.aclose()
     await first.aclose()

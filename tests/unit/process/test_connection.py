@@ -28,6 +28,9 @@ class Listener:
     def connection_heard(self, frame: wire.TurnFrame) -> bool:
         return False
 
+    def connection_heard_texts(self, frames: list[wire.FromWorker]) -> int:
+        return 0
+
 
 def connected() -> tuple[WorkerConnection, Any]:
     listener: Any = Listener()
