@@ -477,7 +477,11 @@ def server(tmp_path: Path) -> Iterator[Callable[[str], Server]]:
 
 @pytest.mark.parametrize(
     ("launcher", "reloads"),
-    [("zygote", 2), ("spawn", 1), pytest.param("zygote", 5, marks=pytest.mark.slow)],
+    [
+        ("zygote", 2),
+        pytest.param("spawn", 5, marks=pytest.mark.slow),
+        pytest.param("zygote", 5, marks=pytest.mark.slow),
+    ],
 )
 async def test_under_uvicorn_reload_no_worker_and_no_port_outlives_a_reload(
     server: Callable[[str], Server], launcher: str, reloads: int

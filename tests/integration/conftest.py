@@ -11,7 +11,7 @@ import pytest
 
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from tests.integration.hermes_program import Start, Worker
-from tests.support import known
+from tests.integration.warm_worker import Warm
 
 
 @pytest.fixture
@@ -25,14 +25,22 @@ def home(tmp_path: Path, model: ScriptedModel) -> Path:
     return write_hermes_home(tmp_path / "hermes", model.url)
 
 
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    warm = Warm(tmp_path_factory.mktemp("warm"))
+    yield warm
+    warm.close()
+
+
 @pytest.fixture
-def start(home: Path, tmp_path: Path) -> Iterator[Start]:
+def start(home: Path, tmp_path: Path, warm: Warm) -> Iterator[Start]:
     """Return a function that starts a worker; whatever is left of the workers and their tools ends with the test."""
+    warm.lead_to(home)
     marker = uuid.uuid4().hex
     workers: list[Worker] = []
 
     def start_worker(**environ: str) -> Worker:
-        workers.append(Worker(home, tmp_path, HERMES_POOL_TEST=marker, **environ))
+        workers.append(Worker(warm, tmp_path, HERMES_POOL_TEST=marker, **environ))
         return workers[-1]
 
     def left() -> list[int]:
@@ -47,9 +55,9 @@ def start(home: Path, tmp_path: Path) -> Iterator[Start]:
     yield Start(start_worker, left)
     for worker in workers:
         worker.kill()
-        known(worker.process.stdout).close()
+        worker.process.stdout.close()
         with contextlib.suppress(BrokenPipeError):
-            known(worker.process.stdin).close()
+            worker.process.stdin.close()
     for pid in left():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -4,8 +4,6 @@ import contextlib
 import os
 import select
 import sqlite3
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 
 from hermes_pool_worker import wire
-from tests.support import known
+from tests.integration.warm_worker import Warm
 
 Frame = TypeVar("Frame", bound=wire.Message)
 
@@ -34,32 +32,28 @@ NEEDS_HERMES = [
 class Worker:
     """A worker program and both ends of its wire."""
 
-    def __init__(self, home: Path, folder: Path, **environ: str) -> None:
+    def __init__(self, warm: Warm, folder: Path, **environ: str) -> None:
         self.log = folder / f"worker-{uuid.uuid4().hex}.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", WORKER, "hermes", str(FRAME_BYTES_MAX)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=folder,
-                env={"PATH": os.environ["PATH"], "HOME": str(folder), "HERMES_HOME": str(home), **environ},
-                start_new_session=True,
-            )
+        self.process = warm.start(
+            [str(WORKER), "hermes", str(FRAME_BYTES_MAX)],
+            cwd=folder,
+            env={"PATH": os.environ["PATH"], "HOME": str(folder), **environ},
+            stderr=self.log,
+        )
         self.decoder: wire.FrameDecoder[wire.FromWorker] = wire.FrameDecoder(wire.FromWorker, FRAME_BYTES_MAX)
         self.waiting: list[wire.FromWorker] = []
         self.turns = 0
 
     def send(self, message: wire.ToWorker) -> None:
-        known(self.process.stdin).write(wire.encode(message))
-        known(self.process.stdin).flush()
+        self.process.stdin.write(wire.encode(message))
+        self.process.stdin.flush()
 
     def receive(self, *, timeout_s: float = 30) -> wire.FromWorker:
         """Return the next message; ``EOFError`` at the end of the wire."""
         while not self.waiting:
-            ready, _, _ = select.select([known(self.process.stdout)], [], [], timeout_s)
+            ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
             assert ready, f"no frame in {timeout_s} s; {self.log.read_text()}"
-            data = os.read(known(self.process.stdout).fileno(), 65536)
+            data = os.read(self.process.stdout.fileno(), 65536)
             if not data:
                 raise EOFError(self.log.read_text())
             self.waiting += self.decoder.feed(data)

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import pytest
 import pytest_asyncio
@@ -16,9 +16,10 @@ from playwright.async_api import Browser, BrowserContext, Page, async_playwright
 import _browser
 from hermes_pool.testing.scripted_model import ScriptedModel, write_hermes_home
 from tests.integration.hosts.jarvis import Jarvis, messages
-from tests.support import until
+from tests.support import known, until
 
 CHROMIUM = _browser.find()
+SCHEMES: Final[tuple[Literal["light", "dark"], ...]] = ("light", "dark")
 ARGUMENTS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -332,29 +333,31 @@ async def test_every_control_has_a_name_and_what_happens_is_announced(
     assert nameless == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_the_page_is_readable_in_light_and_in_dark_and_on_a_phone(
-    scheme: Any, context: BrowserContext, jarvis: Jarvis, chat: str
+    context: BrowserContext, jarvis: Jarvis, chat: str
 ) -> None:
     page = await opened(context, jarvis, chat)
-    await page.emulate_media(color_scheme=scheme)
     await write(
         page, f"think Hm; tool hammer nail; say Some `code` and *words*.; start nail; approve rm -rf x; wait {chat}"
     )
     await expect(turn(page).locator(".question")).to_be_visible()
-    ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (luminance(ground) > 0.5) == (scheme == "light")
-    await shot(page, f"question-{scheme}")
-    poor = [(text, found) for text, found in await contrasts(page) if found < 4.5]
-    assert poor == []
-    await page.set_viewport_size({"width": 360, "height": 740})
-    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    await expect(page.locator("#side")).to_be_hidden()
-    await shot(page, f"phone-{scheme}")
-    await page.get_by_role("button", name="Conversations", exact=True).click()
-    await expect(page.get_by_role("button", name="New conversation")).to_be_in_viewport()
-    await page.keyboard.press("Escape")
-    await expect(page.locator("#side")).to_be_hidden()
+    large = known(page.viewport_size)
+    for scheme in SCHEMES:
+        await page.set_viewport_size(large)
+        await page.emulate_media(color_scheme=scheme)
+        ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (luminance(ground) > 0.5) == (scheme == "light")
+        await shot(page, f"question-{scheme}")
+        poor = [(text, found) for text, found in await contrasts(page) if found < 4.5]
+        assert poor == []
+        await page.set_viewport_size({"width": 360, "height": 740})
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        await expect(page.locator("#side")).to_be_hidden()
+        await shot(page, f"phone-{scheme}")
+        await page.get_by_role("button", name="Conversations", exact=True).click()
+        await expect(page.get_by_role("button", name="New conversation")).to_be_in_viewport()
+        await page.keyboard.press("Escape")
+        await expect(page.locator("#side")).to_be_hidden()
     await page.keyboard.press("Escape")  # stops the answer
     await ended(page, "stopped")
 

@@ -100,6 +100,34 @@ async def test_a_session_that_jarvis_has_overwritten_is_found_and_told(
     assert state["runtime_state"]["jarvis"] == {"x": 2}
 
 
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+async def test_a_handler_that_writes_the_column_back_after_each_message_loses_no_session(
+    database: Database, engine: Any, open_pool: OpenPool, rounds: int
+) -> None:
+    """The commonest handler: it loads the row, sends, changes ``agent_state`` and commits all of it."""
+    found = []
+    for number in range(rounds):
+        pool = await open_pool(store=store(engine))
+        loaded = json.loads(database.text_of_state("c") or "{}")
+        reply = await pool.send("c", f"message {number}")
+        await pool.close()
+        loaded["runtime_state"]["jarvis"] = {"x": number}
+        overwrite(database, loaded)
+        found.append((reply.session_id, (await count_of(database, engine, open_pool))))
+    assert found == [(found[0][0], str(number)) for number in range(2, 2 * rounds + 2, 2)]
+    state = json.loads(database.text_of_state("c") or "")
+    assert state["runtime_state"]["jarvis"] == {"x": rounds - 1}
+
+
+async def count_of(database: Database, engine: Any, open_pool: OpenPool) -> str:
+    """How many messages the next host finds in the session, its own question included."""
+    pool = await open_pool(store=store(engine))
+    reply = await pool.send("c", "/count")
+    await stored_session(database)
+    await pool.close()
+    return reply.text
+
+
 async def test_an_older_state_that_jarvis_has_brought_back_does_not_win(
     database: Database, engine: Any, open_pool: OpenPool
 ) -> None:
