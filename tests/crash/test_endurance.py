@@ -181,7 +181,8 @@ async def test_a_worker_does_not_belong_to_the_thread_that_started_it(
     assert await asyncio.to_thread(life) == ["2", "one"]
 
 
-@SPAWN_IS_SLOW
+@pytest.mark.slow
+@LAUNCHERS
 async def test_two_hundred_starts_beside_threads_that_log(open_pool: OpenPool, launcher: str) -> None:
     over = threading.Event()
     log = logging.getLogger("busy")

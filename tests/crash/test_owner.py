@@ -192,7 +192,7 @@ async def test_what_nobody_is_left_to_end_the_next_start_ends(
     assert not [each for each in other.family if gone(each)]
 
 
-@LAUNCHERS
+@pytest.mark.parametrize("launcher", ["zygote", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("killed", [(), ("guardian",)])
 async def test_a_worker_that_holds_the_interpreter_with_all_signals_blocked_dies_with_its_host(
     host: StartHost, launcher: str, killed: tuple[str, ...]

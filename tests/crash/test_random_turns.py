@@ -37,7 +37,7 @@ async def test_what_is_told_of_turns_is_what_happened(
 
 
 @pytest.mark.parametrize(
-    ("faults", "seed"), [(16, 5), pytest.param(200, 6, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    ("faults", "seed"), [(8, 5), pytest.param(200, 6, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 @pytest.mark.skipif(NEEDS_HERMES[0].args[0], reason=NEEDS_HERMES[0].kwargs["reason"])
 async def test_what_the_real_hermes_is_told_of_turns_is_what_happened(

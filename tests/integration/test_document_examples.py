@@ -26,6 +26,8 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SLOW = {"docs/how-to/configure-hermes.md"}
+"""Pages that start the real Hermes many times."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- (?P<marker>[^>]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -217,8 +219,16 @@ def with_python(page: Path) -> bool:
     return any(block.language == "python" for block in blocks(page))
 
 
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [*filter(with_python, PAGES)], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] * (name_of(page) in SLOW))
+     for page in filter(with_python, PAGES)],
+)  # fmt: skip
 def test_the_examples_of_a_page_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     printed: str | None = None
