@@ -68,7 +68,8 @@ class Actor:
         if self.state in ALIVE:
             self._become(WorkerState.STOPPING)
             self._become(WorkerState.STOPPED)
-        self.in_turn = False
+        if self.in_turn:
+            self.settle()
 
     def start(self, *, for_a_turn: bool = False) -> "asyncio.Task[None]":
         self.starting = asyncio.create_task(self._start(for_a_turn))
