@@ -58,10 +58,11 @@ class Agent:
         recovered, kept, acted = None, False, []
         if left is not None:
             ours = request.unfinished is not None and request.unfinished.turn_id == left["id"]
-            if left["done"] and ours and not request.given_up:
+            if left["done"] and not left["failed"] and ours and not request.given_up:
                 recovered = left["text"]
             seen = left["acted"] or (ours and request.given_up and request.said)
-            keep = left["done"] or (seen and (request.keep or not ours))
+            wanted = left["done"] and not (ours and request.given_up)
+            keep = wanted or (seen and (request.keep or not ours))
             if keep:
                 self.turns_done.append(left["text"])
             kept = bool(keep and ours and not recovered)
@@ -82,13 +83,13 @@ class Agent:
 
     def turn(self, text, turn):
         self.cancelled.clear()
-        left = {"id": turn.turn_id, "text": text, "acted": False, "done": False}
+        left = {"id": turn.turn_id, "text": text, "acted": False, "done": False, "failed": False}
         self.save(left)
         seen = False
         try:
             for word in text.split()[1:]:
                 if turn.cancelled.is_set():
-                    return self.interrupted(text, turn, seen)
+                    return self.interrupted(left, turn, seen)
                 if word.startswith("tool"):
                     left["acted"] = True
                     self.save(left)
@@ -102,25 +103,28 @@ class Agent:
                         turn.text(f"{piece} ")
                         seen = True
                         if self.cancelled.wait(0.01):
-                            return self.interrupted(text, turn, seen)
+                            return self.interrupted(left, turn, seen)
                 elif word == "fail":
                     if left["acted"]:
-                        self.turns_done.append(text)
-                    self.save(None)
+                        self.done(left, failed=True)
                     raise AgentError("server_error", "as the message says", kept=left["acted"], committed=self.mark())
             turn.text(text)
-            self.turns_done.append(text)
-            self.save(None)
+            self.done(left)
             return Outcome(text, committed=self.mark())
         finally:
-            if json.loads(self.file.read_text())["open"] is not None:
+            if not left["done"]:
                 self.save(None)
 
-    def interrupted(self, text, turn, seen):
+    def done(self, left, failed=False):
+        """Keep the turn: as done, for whoever finds it when this worker dies before it has told so."""
+        left["done"], left["failed"] = True, failed
+        self.save(left)
+        self.turns_done.append(left["text"])
+
+    def interrupted(self, left, turn, seen):
         keep = turn.keep and seen
         if keep:
-            self.turns_done.append(text)
-        self.save(None)
+            self.done(left)
         return Outcome("", "interrupted", committed=self.mark(), kept=keep)
 
     def turns(self, after, limit):
