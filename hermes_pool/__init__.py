@@ -14,6 +14,7 @@ from hermes_pool.account import TurnAccount as TurnAccount
 from hermes_pool.crash_report import DeathReport as DeathReport
 from hermes_pool.errors import AgentFailedError as AgentFailedError
 from hermes_pool.errors import ConversationBusyError as ConversationBusyError
+from hermes_pool.errors import ConversationElsewhereError as ConversationElsewhereError
 from hermes_pool.errors import HermesPoolError as HermesPoolError
 from hermes_pool.errors import InvalidKeyError as InvalidKeyError
 from hermes_pool.errors import InvalidMessageError as InvalidMessageError
@@ -21,6 +22,7 @@ from hermes_pool.errors import InvalidUseError as InvalidUseError
 from hermes_pool.errors import MessageQuarantinedError as MessageQuarantinedError
 from hermes_pool.errors import MessageTooLargeError as MessageTooLargeError
 from hermes_pool.errors import NoCapacityError as NoCapacityError
+from hermes_pool.errors import OwnerStoppedError as OwnerStoppedError
 from hermes_pool.errors import PoolClosedError as PoolClosedError
 from hermes_pool.errors import PoolDrainingError as PoolDrainingError
 from hermes_pool.errors import PoolFullError as PoolFullError

@@ -222,6 +222,33 @@ class ConversationBusyError(HermesPoolError):
     retryable = True
 
 
+class ConversationElsewhereError(HermesPoolError):
+    """Another process answers this conversation, and cannot be reached, or has just given it up."""
+
+    code = "conversation_elsewhere"
+    http_status = 503
+    retryable = True
+    retry_after_s = 1.0
+
+    def __init__(self, message: str, *, conversation_id: str | None = None, address: str | None = None) -> None:
+        super().__init__(message, conversation_id=conversation_id)
+        self.address = address
+        """Where that process listens, if it is known."""
+
+
+class OwnerStoppedError(HermesPoolError):
+    """The process that answers this conversation is stopped by a signal. Its worker lives: nobody else may answer."""
+
+    code = "owner_stopped"
+    http_status = 503
+    retryable = True
+
+    def __init__(self, message: str, *, conversation_id: str | None = None, pid: int | None = None) -> None:
+        super().__init__(message, conversation_id=conversation_id)
+        self.pid = pid
+        """The pid of that process, on this machine."""
+
+
 class PoolFullError(HermesPoolError):
     """All ``workers_max`` workers are in use, and no idle one can make room.
 

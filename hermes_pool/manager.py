@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import socket
+from asyncio import get_running_loop
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import replace
@@ -14,15 +15,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from hermes_pool.control import messages, server
-from hermes_pool.conversation.active_turn import QuestionPolicy
+from hermes_pool.conversation.active_turn import ActiveTurn, QuestionPolicy
 from hermes_pool.conversation.events import ConversationEvent, OpenQuestion
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.saver import Saver
 from hermes_pool.conversation.services import History, OnTurn, SessionServices
 from hermes_pool.conversation.session import Session
-from hermes_pool.conversation.turn import Turn
+from hermes_pool.conversation.turn import Turn, TurnHost
 from hermes_pool.crash_report import DeathReport
-from hermes_pool.errors import HermesPoolError, PoolClosedError
+from hermes_pool.errors import HermesPoolError, InvalidUseError, PoolClosedError
 from hermes_pool.process.death import Stopped
 from hermes_pool.process.factory import WorkerFactory
 from hermes_pool.scheduling.admission import Admission, Occupant
@@ -38,10 +39,14 @@ from hermes_pool.system.threads import in_thread_or_here
 from hermes_pool_worker import wire
 
 if TYPE_CHECKING:
+    from hermes_pool.cluster.away import Away
+    from hermes_pool.cluster.ownership import Ownership
     from hermes_pool.storage.store import ConversationStore
 
 REPORTS_KEPT = 64
 """How many death reports are kept in memory."""
+HAND_ON_S = 0.05
+"""How often a pool that drains looks for conversations that it can give up."""
 SESSIONS_KEPT = 1024
 """How many sessions are kept in memory, for ``ps``. Beyond that, inactive ones are dropped; the store has them."""
 SWEEP_EVERY_S_MAX = 10.0
@@ -97,6 +102,9 @@ class HermesSessionManager:
         self._closing: asyncio.Task[dict[SessionKey, Stopped]] | None = None
         self._log = logger()
         self._sampler = Sampler()
+        self._ownership: Ownership | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
         self._admission = Admission(
             settings=self.settings,
             memory_of=self._memory_of,
@@ -115,7 +123,10 @@ class HermesSessionManager:
         if self._admission.state is not PoolState.NEW:
             raise PoolClosedError("a manager can be entered only once: create another one")
         settings = self.settings
-        prepare_state_dir(settings.state_dir, workspace=settings.worker_cwd is None)
+        self._loop, self._pid = get_running_loop(), os.getpid()
+        prepare_state_dir(
+            settings.state_dir, workspace=settings.worker_cwd is None, locks=settings.cluster == "machine"
+        )
         if self._given_store is not None:
             self._store = self._given_store
         else:  # in a thread: SQLAlchemy takes half a second to import, unless the host has done so
@@ -143,6 +154,19 @@ class HermesSessionManager:
             await self._control.start()
         except HermesPoolError as error:  # the CLI cannot reach this pool, but the pool works
             self._log.warning("control_socket_failed", error=str(error))
+        if settings.cluster == "machine":
+            from hermes_pool.cluster.ownership import Ownership  # noqa: PLC0415 - it needs SQLAlchemy, as the store does
+
+            self._ownership = Ownership(
+                self._store,
+                settings,
+                self,
+                session=self._find_or_make,
+                turn_ids=self._services.turn_ids,
+                in_background=self._in_background,
+                log=self._log,
+            )
+            await self._ownership.open()
         self._admission.become(PoolState.OPEN)
         self._services.factory.warm_up()
         monitor = Monitor(
@@ -176,6 +200,7 @@ class HermesSessionManager:
         Cancelling the caller does not cancel the closing. Another call waits for the same closing, and returns an empty
         dict.
         """
+        self._check_loop()
         if self._closing is None and self._admission.state is not PoolState.NEW:
             drain_s = self.settings.timeouts.drain_s if drain_s is None else drain_s
             if self._admission.state is PoolState.DRAINED:
@@ -191,7 +216,9 @@ class HermesSessionManager:
 
     async def _close(self, drain_s: float) -> dict[SessionKey, Stopped]:
         if drain_s > 0:
+            handing_on = self._in_background(self._hand_on())
             drained = await self._admission.drain(drain_s)
+            handing_on.cancel()
             self._log.info("pool_drained", finished=drained.finished, cut=drained.cut)
             self._admission.become(PoolState.CLOSED)
         sessions = list(self._sessions.values())
@@ -201,6 +228,8 @@ class HermesSessionManager:
                 self._log.error("stop_failed", conversation_id=session.key.conversation_id, error=repr(end))
         self._saver.close()
         await asyncio.gather(*(session.metadata.finish() for session in sessions))
+        if self._ownership is not None:
+            await self._ownership.close()
         await self._control.close()
         await self._services.factory.close()
         tasks = self._tasks - {asyncio.current_task()}
@@ -234,7 +263,9 @@ class HermesSessionManager:
         ``StoreError`` (only if it is unknown whether there is a session to resume), and ``TurnError`` and its
         subclasses.
         """
-        session = self._session(conversation)
+        session: Session | Away = self._session(conversation)
+        if self._ownership is not None and session.fence is None:
+            session = await self._ownership.place(session.key)
         turn = session.new_turn(text, "send", turn_id=turn_id, on_cancel=on_cancel, on_question=on_question)
         is_new = turn_id is None or turn.is_new
         if is_new:
@@ -263,9 +294,16 @@ class HermesSessionManager:
         The other arguments are those of ``start``.
         """
         session = self._session(conversation)
-        return Turn(
-            session, session.new_turn(text, "turn", metadata=metadata, on_cancel=on_cancel, on_question=on_question)
-        )
+        turn = session.new_turn(text, "turn", metadata=metadata, on_cancel=on_cancel, on_question=on_question)
+        ownership = self._ownership
+        if ownership is None:
+            return Turn(session, turn)
+
+        async def place(turn: ActiveTurn) -> tuple[TurnHost, ActiveTurn]:
+            host = session if session.fence is not None else await ownership.place(session.key)
+            return host, turn if isinstance(host, Session) else host.take(turn, on_cancel)
+
+        return Turn(session, turn, place=place)
 
     async def start(
         self,
@@ -287,7 +325,9 @@ class HermesSessionManager:
         Raises the errors of ``send`` that refuse a message at once, ``TurnIdConflictError`` among them. What goes wrong
         later is the outcome of the turn.
         """
-        session = self._session(conversation)
+        session: Session | Away = self._session(conversation)
+        if self._ownership is not None and session.fence is None:
+            session = await self._ownership.place(session.key)
         turn = session.new_turn(
             text, "start", turn_id=turn_id, metadata=metadata, on_cancel=on_cancel, on_question=on_question
         )
@@ -307,7 +347,8 @@ class HermesSessionManager:
         ``PoolClosedError``.
         """
         self._refuse_unless_open()
-        return self._find_or_make(_key(conversation)).log.watch(after)
+        session = self._find_or_make(_key(conversation))
+        return session.log.watch(after) if self._ownership is None else self._ownership.watch(session, after)
 
     async def transcript(
         self, conversation: str | SessionKey, *, after: str | None = None, limit: int = 100
@@ -318,7 +359,10 @@ class HermesSessionManager:
         one transaction, and each turn is stored once. A worker is started if there is none. Raises the errors of
         ``send`` that occur before a turn, and ``StoreError`` for an unknown mark or an agent that tells no history.
         """
-        return await self._session(conversation).transcript(after, limit)
+        session: Session | Away = self._session(conversation)
+        if self._ownership is not None and session.fence is None:
+            session = await self._ownership.place(session.key)
+        return await session.transcript(after, limit)
 
     def turn_of(self, conversation: str | SessionKey) -> Turn | None:
         """Return the turn that the conversation is at; ``None`` if there is none."""
@@ -341,11 +385,15 @@ class HermesSessionManager:
     async def answer(self, conversation: str | SessionKey, question_id: str, text: str) -> bool:
         """Answer a question; return whether it was still open."""
         session = self._sessions.get(_key(conversation))
+        if (away := await self._elsewhere(conversation)) is not None:
+            return bool(await away.call("answer", question_id=question_id, text=text))
         turn = None if session is None else session.turn
         return turn is not None and session is not None and session.answer(turn, question_id, text)
 
     async def steer(self, conversation: str | SessionKey, text: str) -> bool:
         """Say something to the agent while it works on its turn: see ``Turn.steer``."""
+        if (away := await self._elsewhere(conversation)) is not None:
+            return bool(await away.call("steer", text=text))
         turn = self.turn_of(conversation)
         return turn is not None and await turn.steer(text)
 
@@ -354,6 +402,8 @@ class HermesSessionManager:
 
         Return the reply so far; ``None`` if there is no such turn, or if it ended with an error.
         """
+        if (away := await self._elsewhere(conversation)) is not None:
+            return await away.cancel_by_id(turn_id)
         session = self._sessions.get(_key(conversation))
         if session is None:
             return None
@@ -365,8 +415,23 @@ class HermesSessionManager:
 
         A running turn ends with ``TurnCancelledError``. Return how the worker was stopped; ``None`` if there was none.
         """
+        if (away := await self._elsewhere(conversation)) is not None:
+            return await away.stop()
         session = self._sessions.get(_key(conversation))
         return None if session is None else await asyncio.shield(self._in_background(session.stop("by request")))
+
+    async def owner(self, conversation: str | SessionKey) -> int | None:
+        """Return the pid of the process that answers a conversation; ``None`` if none does at the moment.
+
+        Of several processes that share a store (``cluster="machine"``) each one answers some conversations. Raises
+        ``StoreError``.
+        """
+        key = _key(conversation)
+        session = self._sessions.get(key)
+        if session is not None and (session.fence is not None or not session.slot.is_empty):
+            return os.getpid()
+        away = await self._elsewhere(key)
+        return None if away is None else away.pid
 
     async def set_runtime(self, conversation_id: str, runtime: Literal["hermes", "jarvis"]) -> None:
         """Set which runtime answers a conversation: the key ``runtime`` of its ``agent_state``, and nothing else."""
@@ -375,7 +440,8 @@ class HermesSessionManager:
 
     async def sessions(self) -> list[SessionSnapshot]:
         """Return all sessions of this pool, with what the operating system reports about their processes."""
-        rows = [session.snapshot() for session in self._sessions.values()] + self._services.factory.spares.snapshots()
+        here = [each for each in self._sessions.values() if self._ownership is None or each.fence is not None]
+        rows = [session.snapshot() for session in here] + self._services.factory.spares.snapshots()
         identities = [(row.pid, row.create_time) for row in rows if row.pid is not None and row.create_time is not None]
         trees = await in_thread_or_here(partial(processes.inspect_trees, identities))
         found = dict(zip(identities, trees, strict=True))
@@ -469,13 +535,27 @@ class HermesSessionManager:
         self._log.info("message_released", conversation_id=session.key.conversation_id, fingerprint=fingerprint)
         return True
 
+    def _check_loop(self) -> None:
+        """Raise ``InvalidUseError`` in a forked process, in another thread, and in another event loop."""
+        if self._loop is None or get_running_loop() is self._loop:
+            return
+        forked = os.getpid() != self._pid
+        where = "a forked process" if forked else "another event loop, or another thread,"
+        raise InvalidUseError(
+            f"this pool was opened by process {self._pid}, and cannot be used in {where}: "
+            + ("open one here" if forked else "hand the work to its loop with asyncio.run_coroutine_threadsafe")
+        )
+
     def _refuse_unless_open(self) -> None:
+        self._check_loop()
         if self._admission.state in (PoolState.NEW, PoolState.CLOSED):
             self._admission.refuse_new()
 
     # --- sessions ---
 
     def _session(self, conversation: str | SessionKey) -> Session:
+        if get_running_loop() is not self._loop:  # inline: this is on the path of every message
+            self._check_loop()
         if self._admission.state is not PoolState.OPEN:
             self._admission.refuse_new()
         session = self._by_id.get(conversation) if type(conversation) is str else None
@@ -500,6 +580,8 @@ class HermesSessionManager:
             key for key, session in self._sessions.items() if session.is_inactive and not session.metadata.unsaved
         ]
         for key in inactive[: len(self._sessions) - SESSIONS_KEPT]:
+            if self._sessions[key].fence is not None:
+                continue  # it is given up first
             del self._sessions[key]
             self._by_id.pop(key.conversation_id, None)
 
@@ -535,11 +617,40 @@ class HermesSessionManager:
             results = await asyncio.gather(
                 *(session.hibernate(self.settings.timeouts.idle_s) for session in idle),
                 *(session.metadata.save() for session in list(self._sessions.values()) if session.metadata.unsaved),
+                *self._releases(),
                 return_exceptions=True,  # a failure of one session must not end the sweeps
             )
             for error in results:
                 if isinstance(error, Exception):
                     self._log.error("sweep_failed", error=repr(error), exc_info=error)
+
+    # --- several processes ---
+
+    async def _elsewhere(self, conversation: str | SessionKey) -> "Away | None":
+        """Return where a conversation is, if it is not here."""
+        self._check_loop()
+        session = self._sessions.get(key := _key(conversation))
+        if self._ownership is None or (session is not None and session.fence is not None):
+            return None
+        self._refuse_unless_open()
+        return await self._ownership.find(key)
+
+    async def _hand_on(self) -> None:
+        """Give each conversation up as soon as nothing runs in it, so that another process can go on with it."""
+        ownership = self._ownership
+        while ownership is not None:
+            for session in list(self._sessions.values()):
+                if session.fence is not None and not session.in_turn and not session.waiting:
+                    await session.hibernate(0.0, reason="handed on")
+                    await ownership.release(session)
+            await asyncio.sleep(HAND_ON_S)
+
+    def _releases(self) -> list[Coroutine[Any, Any, None]]:
+        """Return what gives up the conversations of which nothing is left here."""
+        if self._ownership is None:
+            return []
+        left = [s for s in self._sessions.values() if s.fence is not None and s.is_inactive and not s.metadata.unsaved]
+        return [self._ownership.release(session) for session in left]
 
     # --- from outside ---
 

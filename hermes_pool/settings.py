@@ -356,6 +356,10 @@ class PoolSettings(_Checked):
     """SQLAlchemy URL of the pool's own store; default: an SQLite file in ``state_dir``. Not used when the manager is
     given a ``ConversationStore`` over a table of yours."""
 
+    cluster: Annotated[Literal["alone", "machine"], Meta(description="one of alone and machine")] = "alone"
+    """Whether other processes of this machine use the same store. ``alone``: none does. ``machine``: each conversation
+    is answered by one of them, and a message that arrives at another goes there."""
+
     launcher: Annotated[
         Literal["auto", "zygote", "spawn", "portable"], Meta(description="one of auto, zygote, spawn and portable")
     ] = "auto"

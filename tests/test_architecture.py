@@ -49,8 +49,12 @@ MAY_IMPORT = {
         "account", "crash_report", "errors", "lifecycle", "policy", "process", "scheduling", "settings", "snapshot",
         "storage", "system",
     },
+    "cluster": {
+        "account", "control", "conversation", "crash_report", "errors", "lifecycle", "process", "settings", "snapshot",
+        "storage", "system",
+    },
     "manager": {
-        "control", "conversation", "crash_report", "errors", "process", "scheduling", "settings",
+        "cluster", "control", "conversation", "crash_report", "errors", "process", "scheduling", "settings",
         "snapshot", "storage", "system",
     },
     "fastapi": {"conversation", "errors", "manager", "scheduling", "settings", "snapshot"},
@@ -75,6 +79,7 @@ THIRD_PARTY = {
     "process": {"msgspec", "psutil"},
     "system": {"psutil", "structlog"},
     "storage": {"sqlalchemy", "sqlmodel"},
+    "cluster": {"msgspec", "psutil", "sqlalchemy"},
     "control": {"msgspec"},
     "conversation": {"msgspec"},
     "cli": {"rich", "typer"},

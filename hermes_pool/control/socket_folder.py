@@ -78,8 +78,14 @@ class Endpoint:
     lock: int
     """Descriptor of ``pointer``. While it is open, the lock tells clients that this supervisor is alive."""
 
+    def forget(self) -> None:
+        """Let go of it in a forked process: it belongs to the parent, and must not seem to live when that is dead."""
+        os.close(self.lock)
+        self.listener.close()
+
     def unpublish(self) -> None:
         """Remove the files and drop the lock. The listener stays open: the event loop has to let go of it first."""
+        _published.discard(self)
         # The pointer goes first, so that no client finds an address that is about to vanish.
         for path in (self.pointer, self.address):
             with suppress(OSError):
@@ -87,14 +93,14 @@ class Endpoint:
         os.close(self.lock)
 
 
-def publish(state_dir: Path) -> Endpoint:
+def publish(state_dir: Path, folder_name: str = FOLDER) -> Endpoint:
     """Listen on a new socket and write the pointer to it. Blocks on the file system.
 
     Raises ``ControlError`` if no folder can hold the socket: it is not writable, a link, or another user's.
     """
     if sys.platform == "win32":
         raise NotImplementedError
-    folder = state_dir / FOLDER
+    folder = state_dir / folder_name
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(folder)
@@ -123,7 +129,21 @@ def publish(state_dir: Path) -> Endpoint:
         raise ControlError(
             f"cannot write {pointer} ({error.strerror or error}): make its folder writable, or use another state_dir"
         ) from error
-    return Endpoint(listener, address, pointer, lock)
+    endpoint = Endpoint(listener, address, pointer, lock)
+    _published.add(endpoint)
+    return endpoint
+
+
+_published: set[Endpoint] = set()
+
+
+def _forget_in_child() -> None:
+    while _published:
+        _published.pop().forget()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _listen_somewhere(folder: Path, name: str) -> tuple[socket.socket, Path]:

@@ -53,11 +53,11 @@ class ActiveTurn:
     """One message on its way to a reply. It is also the stream of its events."""
 
     __slots__ = (
-        "_bytes_waiting", "_drained", "_events", "_is_awaited", "_left", "_log", "_on_settled", "_reasoned",
+        "_bytes_waiting", "_drained", "_events", "_is_awaited", "_left", "_on_settled", "_reasoned",
         "_reasoned_chars", "_safe_tools", "_said", "_said_chars", "_tool_at", "_waiters", "attempt", "began_at",
         "beginning", "deaths", "end", "ending", "face", "heard_at", "is_clients", "kept", "lags", "last_event",
-        "metadata", "on_cancel", "on_question", "outcome", "questions", "started_seq", "state", "streams", "text",
-        "tools", "tools_open", "turn_id",
+        "log", "metadata", "on_cancel", "on_question", "outcome", "questions", "started_seq", "state", "streams",
+        "text", "tools", "tools_open", "turn_id",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0915 - many attributes, one line each
@@ -115,7 +115,8 @@ class ActiveTurn:
         """How it ended; ``None`` until then."""
         self.lags = False
         """Whether too many events wait: nothing more is read from the worker until they are consumed."""
-        self._log = log
+        self.log = log
+        """The events of its conversation."""
         self._drained = drained
         self._left = left
         self._on_settled = on_settled
@@ -159,8 +160,8 @@ class ActiveTurn:
 
     def started(self) -> None:
         """Tell those who watch the conversation that the turn has begun."""
-        self.streams = self.streams or self._log.watchers > 0
-        log = self._log
+        self.streams = self.streams or self.log.watchers > 0
+        log = self.log
         self.started_seq = log.turn_seq = log.last_seq
         log.append(TurnStarted(turn_id=self.turn_id, text=self.text, metadata=self.metadata), len(self.text))
 
@@ -183,7 +184,7 @@ class ActiveTurn:
         self._tell(pieces, sizes, size)
 
     def _tell(self, events: Sequence[wire.TurnEvent], sizes: Sequence[int], size: int) -> None:
-        self._log.extend(events, sizes, size)
+        self.log.extend(events, sizes, size)
         waiting = self._events
         if waiting is not None:
             waiting += events
@@ -281,8 +282,8 @@ class ActiveTurn:
             self._forget_open()
         if self.started_seq is not None:
             said = outcome.text if isinstance(outcome, Reply) else outcome.message
-            self._log.append(TurnEnded(turn_id=self.turn_id, outcome=outcome), len(said))
-            self._log.turn_seq = None
+            self.log.append(TurnEnded(turn_id=self.turn_id, outcome=outcome), len(said))
+            self.log.turn_seq = None
         if self.is_clients:
             self._on_settled(self)
         if self._waiters:

@@ -18,8 +18,7 @@ from hermes_pool.storage.record import SessionRecord
 from hermes_pool_worker import wire
 
 if TYPE_CHECKING:  # SQLAlchemy takes longer to import than everything else together
-    from hermes_pool.storage.own_tables import RecordedTurn
-    from hermes_pool.storage.store import ConversationStore
+    from hermes_pool.storage.store import ConversationStore, FoundSession
 
 Status = Literal["healthy", "dormant", "failed"]
 _UNWRITTEN = "the history could not be written: "
@@ -68,11 +67,13 @@ class SessionMetadata:
         self.last_error: str | None = None
         self.left: LeftTurn | None = None
         """The turn that the next worker may find unfinished in the history, since the last worker died in it."""
+        self.found: FoundSession | None = None
+        """What was stored when the conversation was claimed, until it is recalled."""
         self.unwritten: str | None = None
         """Why the last completed turn is in the worker's memory only; ``None`` if the history has it."""
         self.notice: str | None = None
         """What the next reply has to tell about what was stored."""
-        self.open_turn: RecordedTurn | None = None
+        self.open_turn_id: str | None = None
         """A turn with an id of the host's in which an earlier host ended: the next worker tells what became of it."""
         self.unsaved = False
         """Whether anything has changed since the last save."""
@@ -231,7 +232,11 @@ class SessionMetadata:
         if self.session_id is not None and (self.unsaved or self._saving.locked()):
             return
         try:
-            found = await self._store.find(self._key)
+            found, self.found = self.found, None
+            if found is None:
+                found = await self._store.find(self._key)
+            elif found.refusal is not None:
+                raise found.refusal
         except StateNotWritableError as error:
             # Its row cannot hold the metadata: it is left as it is, and the conversation goes on without.
             self.last_error = str(error)
@@ -243,7 +248,7 @@ class SessionMetadata:
             self._log.warning("state_lost", notice=found.notice)
         if self.left is None and (left := found.open_turn) is not None and left.text is not None:
             self.left = LeftTurn(wire.Turn(left.turn_id, 1, left.text))
-            self.open_turn = left
+            self.open_turn_id = left.turn_id
         if stored is not None and stored.session_id is not None:
             self.session_id, self.committed = stored.session_id, stored.committed
             self.restart_count = max(self.restart_count, stored.restart_count)

@@ -104,6 +104,8 @@ class Session:
         self.log = EventLog(self._snapshot)
         """What those who watch the conversation see."""
         self.log.watched = self._watchers_changed
+        self.fence: int | None = None
+        """The fence of the lease by which this process owns the conversation, where several share the store."""
         self._line = Line()
         self._begun: ActiveTurn | None = None
         """The turn that has the conversation, until it settles."""
@@ -437,6 +439,9 @@ class Session:
                 await self._replace_frozen()
             if self.slot.state is not _IDLE or self._services.admission.state is _CLOSED:
                 await self._have_idle_worker(turn)
+            if self.fence is not None and not self.metadata.identity_is_stored:
+                # Another process may have to go on from here at any moment.
+                await self.metadata.save()
             outcome = await self._recorded(turn) if turn.is_clients else None
             if self.slot.state is not _IDLE and turn.ending is None:  # it died during that
                 await self._have_idle_worker(turn)
@@ -955,21 +960,26 @@ class Session:
 
     # --- after a death ---
 
+    def take_over(self, turn: wire.Turn) -> None:
+        """Have the next worker look for a turn in which the process that owned the conversation has died."""
+        self.metadata.left = LeftTurn(turn)
+        self.metadata.open_turn_id = turn.turn_id
+
     def _worker_ready(self, opened: wire.Opened) -> None:
         self._notice = " ".join(filter(None, (self.metadata.notice, opened.notice))) or None
         if self._teller is not None and self._teller.told is None:
             # What came after the last turn that an earlier host has stored: it may not have told that.
             self._teller.told = self.metadata.committed if self.metadata.session_id else opened.committed
         self.metadata.notice = None
-        left, self.metadata.open_turn = self.metadata.open_turn, None
-        if left is None:
+        left_id, self.metadata.open_turn_id = self.metadata.open_turn_id, None
+        if left_id is None:
             return
         if opened.recovered is not None:
             outcome: Reply | HermesPoolError = Reply(
                 text=opened.recovered,
                 conversation_id=self._id,
                 session_id=opened.session_id,
-                turn_id=left.turn_id,
+                turn_id=left_id,
                 notice="The host ended during this turn; its reply was found in the history.",
             )
         elif opened.kept:
@@ -981,12 +991,12 @@ class Session:
                 conversation_id=self._id,
             )
             tools = tuple(ToolUse(name=name) for name in opened.acted)
-            outcome.account_for(left.turn_id, TurnAccount(tools=tools, kept=True))
+            outcome.account_for(left_id, TurnAccount(tools=tools, kept=True))
         else:
-            self._record_soon(left.turn_id, None)
+            self._record_soon(left_id, None)
             return
-        self._left[left.turn_id] = outcome
-        self._record_soon(left.turn_id, outcomes.recorded(outcome))
+        self._left[left_id] = outcome
+        self._record_soon(left_id, outcomes.recorded(outcome))
 
     def _worker_died(self, report: DeathReport, wanted: bool) -> None:
         """React to a death: the worker's turn still gets a reply or a clean error."""

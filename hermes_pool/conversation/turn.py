@@ -1,16 +1,34 @@
 """One turn as its host sees it: its events, its reply, and how to end it."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from hermes_pool.conversation.active_turn import ActiveTurn
+from hermes_pool.conversation.active_turn import ActiveTurn, Ending
 from hermes_pool.conversation.events import EventsMissed, TurnEnded
 from hermes_pool.conversation.reply import Reply
-from hermes_pool.conversation.session import Session
 from hermes_pool.errors import HermesPoolError, InvalidUseError
 from hermes_pool.lifecycle import TurnState
+from hermes_pool.settings import SessionKey
 from hermes_pool_worker import wire
+
+
+class TurnHost(Protocol):
+    """A conversation, wherever it is answered."""
+
+    key: SessionKey
+
+    def start(self, turn: ActiveTurn) -> None:
+        """Accept the turn, or raise what refuses it."""
+
+    def cancel(self, turn: ActiveTurn, ending: Ending = "cancelled") -> None:
+        """End the turn."""
+
+    def answer(self, turn: ActiveTurn, question_id: str, text: str | None) -> bool:
+        """Answer a question of the turn; return whether it was open."""
+
+    def steer(self, turn: ActiveTurn, text: str) -> bool:
+        """Say something to the agent in the turn; return whether a worker was there to hear it."""
 
 
 class Turn:
@@ -31,11 +49,19 @@ class Turn:
     entered.
     """
 
-    __slots__ = ("_begun", "_events", "_session", "_turn")
+    __slots__ = ("_begun", "_events", "_place", "_session", "_turn")
 
-    def __init__(self, session: Session, turn: ActiveTurn, *, begun: bool = False) -> None:
+    def __init__(
+        self,
+        session: TurnHost,
+        turn: ActiveTurn,
+        *,
+        begun: bool = False,
+        place: Callable[[ActiveTurn], Awaitable[tuple[TurnHost, ActiveTurn]]] | None = None,
+    ) -> None:
         self._session = session
         self._turn = turn
+        self._place = place
         self._begun = begun
         self._events: AsyncIterator[wire.TurnEvent] | None = None
 
@@ -90,6 +116,8 @@ class Turn:
                 conversation_id=self.conversation_id,
             )
         self._begun = True
+        if self._place is not None:  # its conversation may be another process' one
+            self._session, self._turn = await self._place(self._turn)
         self._session.start(self._turn)
         try:
             await self._turn.begun()
@@ -132,7 +160,7 @@ class Turn:
     async def _watch(self) -> AsyncIterator[wire.TurnEvent]:
         if self._turn.outcome is not None and self._turn.started_seq is None:
             return
-        async for _, event in self._session.log.watch(self._turn.started_seq):
+        async for _, event in self._turn.log.watch(self._turn.started_seq):
             if isinstance(event, TurnEnded) and event.turn_id == self.turn_id:
                 return
             if isinstance(event, wire.TurnMessage) and event.turn_id == self.turn_id:

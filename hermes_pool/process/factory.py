@@ -27,7 +27,7 @@ from hermes_pool.process.spawn import SpawnLauncher
 from hermes_pool.process.zygote_launcher import ZygoteLauncher
 from hermes_pool.settings import PoolSettings
 from hermes_pool.system.file_stamps import stamps_of
-from hermes_pool.system.state_dir import WORKSPACE
+from hermes_pool.system.state_dir import WORKSPACE, lock_file_of
 from hermes_pool.system.threads import in_thread
 from hermes_pool_worker import wire
 from hermes_pool_worker.contract import GUARDIAN, GUARDIAN_OPTION, MARKER_VARIABLE, ZYGOTE, marker
@@ -228,8 +228,12 @@ class WorkerFactory:
     def request(self, conversation_id: str, **session: Any) -> wire.Open:
         """Return the request that opens a session of this pool's agent."""
         settings = self._settings
+        lock_file = None
+        if settings.cluster != "alone":
+            lock_file = str(lock_file_of(settings.state_dir, conversation_id, session.get("user_id")))
         return wire.Open(
             conversation_id,
+            lock_file=lock_file,
             options=dict(settings.agent_options),
             data_dir=self._data_dir,
             question_timeout_s=settings.timeouts.question_s,

@@ -58,6 +58,8 @@ class FoundSession:
     """What a person should know about it."""
     open_turn: RecordedTurn | None = None
     """A turn with an id of the host's in which the host ended."""
+    refusal: "StateNotWritableError | None" = None
+    """Why what is stored cannot be understood."""
 
 
 class ConversationStore:
@@ -138,26 +140,36 @@ class ConversationStore:
 
         Raises what ``load`` raises.
         """
+        return await self._run(lambda connection: self._find(connection, key), key.conversation_id)
 
-        def work(connection: sa.Connection) -> FoundSession:
-            row = connection.execute(self._statement(self._sql.load(key.user_id)), self._parameters(key)).one_or_none()
-            if row is not None and not row[0]:
-                self._raise_refusal(connection, key.conversation_id, leaf_path(key.user_id))
-            stored = None if row is None or row[1] is None else SessionRecord.from_json(_parsed(row[1]))
-            if not self._own.ready_to_read(connection):
-                return FoundSession(record=stored)
-            text = self._own.load(connection, key)
-            own = None if text is None else SessionRecord.from_json(_parsed(text))
-            open_turn = self._own.open_turn(connection, key)
-            if own is None or own.session_id is None or own.schema > SCHEMA:
-                return FoundSession(record=stored, open_turn=open_turn)
-            if stored is None or stored.session_id is None:
-                return FoundSession(record=own, notice=_LOST, open_turn=open_turn)
-            if stored.turns < own.turns:
-                return FoundSession(record=own, notice=_STALE, open_turn=open_turn)
+    def find_within(self, connection: sa.Connection, key: SessionKey) -> FoundSession:
+        """Do the same in a transaction of ``within``; what ``find`` raises for what is stored is the ``refusal``."""
+        try:
+            return self._find(connection, key)
+        except StateNotWritableError as error:
+            return FoundSession(refusal=error)
+
+    def _find(self, connection: sa.Connection, key: SessionKey) -> FoundSession:
+        row = connection.execute(self._statement(self._sql.load(key.user_id)), self._parameters(key)).one_or_none()
+        if row is not None and not row[0]:
+            self._raise_refusal(connection, key.conversation_id, leaf_path(key.user_id))
+        stored = None if row is None or row[1] is None else SessionRecord.from_json(_parsed(row[1]))
+        if not self._own.ready_to_read(connection):
+            return FoundSession(record=stored)
+        text = self._own.load(connection, key)
+        own = None if text is None else SessionRecord.from_json(_parsed(text))
+        open_turn = self._own.open_turn(connection, key)
+        if own is None or own.session_id is None or own.schema > SCHEMA:
             return FoundSession(record=stored, open_turn=open_turn)
+        if stored is None or stored.session_id is None:
+            return FoundSession(record=own, notice=_LOST, open_turn=open_turn)
+        if stored.turns < own.turns:
+            return FoundSession(record=own, notice=_STALE, open_turn=open_turn)
+        return FoundSession(record=stored, open_turn=open_turn)
 
-        return await self._run(work, key.conversation_id)
+    async def within(self, work: Callable[[sa.Connection], T], conversation_id: str | None = None) -> T:
+        """Do ``work`` in one transaction, off the event loop's thread, and return its result. Raises ``StoreError``."""
+        return await self._run(work, conversation_id)
 
     async def begin_turn(self, key: SessionKey, turn_id: str, digest: str, text: str) -> RecordedTurn | None:
         """Record that a turn with an id of the host's is about to run; return what is recorded if the id is not new."""

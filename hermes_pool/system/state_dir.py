@@ -1,5 +1,7 @@
 """Creates the folder for the pool's own files, and checks that it can be written, before anything is started."""
 
+import hashlib
+import json
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -8,10 +10,12 @@ from hermes_pool.errors import StateDirError
 
 WORKSPACE: Final = "workspace"
 """The subfolder in which workers start if there is no ``worker_cwd``."""
+LOCKS: Final = "locks"
+"""The subfolder of the files that workers lock, where several supervisors share the store."""
 
 
-def prepare_state_dir(state_dir: Path, *, workspace: bool) -> None:
-    """Create the folder, for this user only, and its workspace if wanted; then try to write a file. Blocks.
+def prepare_state_dir(state_dir: Path, *, workspace: bool, locks: bool = False) -> None:
+    """Create the folder, for this user only, and its subfolders if wanted; then try to write a file. Blocks.
 
     Raises ``StateDirError`` if the pool cannot keep its files there.
     """
@@ -19,6 +23,8 @@ def prepare_state_dir(state_dir: Path, *, workspace: bool) -> None:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         if workspace:
             (state_dir / WORKSPACE).mkdir(exist_ok=True)
+        if locks:
+            (state_dir / LOCKS).mkdir(exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=state_dir):
             pass
     except (FileExistsError, NotADirectoryError) as error:
@@ -27,6 +33,12 @@ def prepare_state_dir(state_dir: Path, *, workspace: bool) -> None:
         raise _unusable(state_dir, f"{error.filename or state_dir}: {error.strerror or error}") from error
     except ValueError as error:  # the name contains a NUL
         raise _unusable(state_dir, str(error)) from error
+
+
+def lock_file_of(state_dir: Path, conversation_id: str, user_id: str | None) -> Path:
+    """Return the file that the worker of a conversation locks."""
+    name = json.dumps([conversation_id, user_id]).encode()
+    return state_dir.absolute() / LOCKS / hashlib.sha256(name).hexdigest()
 
 
 def _unusable(state_dir: Path, reason: str) -> StateDirError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -70,6 +71,8 @@ _Inbox = queue.SimpleQueue[Callable[[], None]]
 _idle_threads: list[_Inbox] = []
 """The inboxes of threads that wait for work, the latest last. The side that removes an inbox owns it: a caller puts
 work in, and the thread itself ends."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle_threads.clear)  # a forked process has the list, and none of the threads
 
 
 def _hand_over(run: Callable[[], None]) -> None:

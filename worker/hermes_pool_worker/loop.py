@@ -17,7 +17,7 @@ from typing import NoReturn, TypeAlias, assert_never
 
 import msgspec
 
-from hermes_pool_worker import checks, memory, signals, stdio, wire
+from hermes_pool_worker import checks, lock, memory, signals, stdio, wire
 from hermes_pool_worker.agent import Agent, AgentError, MissingDependencyError, Outcome
 from hermes_pool_worker.contract import EXIT_OK, EXIT_SOFTWARE, EXIT_UNUSABLE, MARKER_VARIABLE
 from hermes_pool_worker.imports import import_agent, imported_since
@@ -268,6 +268,8 @@ class Worker:
             case wire.Open():
                 if work.question_timeout_s is not None:
                     self._question_timeout_s = work.question_timeout_s
+                if work.lock_file is not None:
+                    lock.take(work.lock_file)
                 opened = self._agent.open(work)
                 self._session_id, self._committed = opened.session_id, opened.committed
                 self._sender.send(opened)
@@ -280,6 +282,7 @@ class Worker:
                 self._sender.send(self._read_turns(work))
             case wire.Close():
                 self._close_agent()
+                lock.drop()
                 self._sender.send(wire.Closed())
                 return False
             case None:

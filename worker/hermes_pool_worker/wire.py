@@ -130,6 +130,7 @@ class Open(Message, frozen=True):
     ``user_id`` is set if the session is one user's part of the conversation. ``options`` are the ``agent_options`` of
     the settings. ``data_dir`` is a folder for the agent's own files.
     ``question_timeout_s`` is the longest time that a question may wait for its answer, in seconds.
+    ``lock_file`` is to be locked first, for as long as the worker lives: see ``lock``.
     """
 
     conversation_id: str
@@ -146,6 +147,7 @@ class Open(Message, frozen=True):
     safe_tools: list[str] = []
     earlier: list[Said] = []
     user_id: str | None = None
+    lock_file: str | None = None
 
 
 class Prepare(Message, frozen=True):

@@ -30,7 +30,7 @@ def worker() -> wire.FrameDecoder[wire.ToWorker]:
 
 # The bytes of each message, so that a change of the wire is never an accident.
 GOLDEN = [
-    (wire.Open("c"), "000000159fa44f70656ea163c0c0c080c0c0c2c2a0a09090c0"),
+    (wire.Open("c"), "00000018dc0010a44f70656ea163c0c0c080c0c0c2c2a0a09090c0c0"),
     (wire.Prepare({"a": 1}), "0000000e93a75072657061726581a16101c0"),
     (wire.Prepared(["f"]), "0000000d92a8507265706172656491a166"),
     (wire.Turn("t", 1, "hi"), "0000000d95a45475726ea17401a26869c3"),

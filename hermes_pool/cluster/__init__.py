@@ -1,0 +1,1 @@
+"""Several processes that share one store: who owns a conversation, and how a message gets to the owner."""
