@@ -166,7 +166,11 @@ class HermesSessionManager:
                 in_background=self._in_background,
                 log=self._log,
             )
-            await self._ownership.open()
+            try:
+                await self._ownership.open()
+            except BaseException:
+                await self._control.close()
+                raise
         self._admission.become(PoolState.OPEN)
         self._services.factory.warm_up()
         monitor = Monitor(

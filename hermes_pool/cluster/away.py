@@ -17,7 +17,7 @@ from hermes_pool.cluster import messages
 from hermes_pool.cluster.lease import Supervisor
 from hermes_pool.cluster.link import Link
 from hermes_pool.cluster.neighbours import Condition, Identity
-from hermes_pool.conversation.active_turn import ActiveTurn, Ending, Face, QuestionPolicy
+from hermes_pool.conversation.active_turn import EVENTS_WAITING_MAX, ActiveTurn, Ending, Face, QuestionPolicy
 from hermes_pool.conversation.event_log import EventLog
 from hermes_pool.conversation.events import ConversationEvent
 from hermes_pool.conversation.reply import Reply
@@ -26,6 +26,7 @@ from hermes_pool.conversation.turn import Turn
 from hermes_pool.errors import (
     ConversationElsewhereError,
     HermesPoolError,
+    InvalidMessageError,
     MessageTooLargeError,
     OwnerStoppedError,
     TurnCancelledError,
@@ -121,7 +122,11 @@ class Away:
         on_cancel: OnCancel | None = None,
         on_question: QuestionPolicy | None = None,
     ) -> ActiveTurn:
-        """Return a turn that has not begun."""
+        """Return a turn that has not begun. Raises ``InvalidMessageError`` for what is no text."""
+        if not isinstance(text, str):
+            raise InvalidMessageError(
+                f"a message must be a str, not {type(text).__name__}", conversation_id=self.key.conversation_id
+            )
         turn = ActiveTurn(
             next(self._turn_ids) if turn_id is None else turn_id,
             text,
@@ -192,11 +197,15 @@ class Away:
 
         def heard(message: messages.Answer) -> None:
             events.put_nowait((message.seq, messages.event_of(message)) if isinstance(message, messages.Seen) else None)
+            if events.qsize() >= EVENTS_WAITING_MAX:
+                link.pause()
 
         link.on_frame, link.on_lost = heard, lambda: events.put_nowait(None)
         link.send(messages.Watch(self.key.conversation_id, self.key.user_id, after))
         try:
             while (event := await events.get()) is not None:
+                if events.empty():
+                    link.resume()
                 yield event
         finally:
             self.doors.drop(link)
@@ -376,6 +385,10 @@ class _Carrier:
             self.cancel(turn.ending)
         try:
             end = await host.unless_stopped(ended)
+        except OwnerStoppedError as stopped:
+            stopped.sent = True
+            host.doors.drop(link)
+            raise
         except BaseException:
             host.doors.drop(link)
             raise

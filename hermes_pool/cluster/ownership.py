@@ -20,10 +20,11 @@ from hermes_pool.cluster.door import Door
 from hermes_pool.cluster.lease import Lease, Supervisor
 from hermes_pool.cluster.lease_sql import LeaseTables
 from hermes_pool.cluster.neighbours import Condition, Identity
+from hermes_pool.control.socket_folder import unix_sockets_available
 from hermes_pool.conversation.events import ConversationEvent
 from hermes_pool.conversation.reply import Reply
 from hermes_pool.conversation.session import Session
-from hermes_pool.errors import ConversationElsewhereError, HermesPoolError
+from hermes_pool.errors import ConversationElsewhereError, HermesPoolError, SettingsError
 from hermes_pool.process.death import Stopped
 from hermes_pool.settings import PoolSettings, SessionKey
 from hermes_pool.snapshot import PoolSnapshot
@@ -94,7 +95,12 @@ class Ownership:
         """One claim or release of a conversation at a time."""
 
     async def open(self) -> None:
-        """Open the door. Nothing is written before the first claim. Raises ``ControlError`` where no socket can be."""
+        """Open the door. Nothing is written before the first claim.
+
+        Raises ``SettingsError`` where there are no Unix sockets, and ``ControlError`` if no folder can hold one.
+        """
+        if not unix_sockets_available():
+            raise SettingsError('cluster="machine" needs Unix sockets, which this system does not have')
         address = await self._door.open()
         self._me = Supervisor(secrets.token_hex(8), address, Identity.of_this_process().to_text())
 

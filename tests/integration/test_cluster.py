@@ -23,6 +23,7 @@ from hermes_pool import (
     ConversationBusyError,
     EventsMissed,
     HermesSessionManager,
+    InvalidMessageError,
     OwnerStoppedError,
     Question,
     TextDelta,
@@ -122,6 +123,8 @@ async def test_any_process_answers_any_conversation_and_one_has_its_worker(
     assert (await pool.send("c", "two")).text == "two"
     assert await other.send("c", "/count") == "3"
     assert (await pool.send("c", "/first")).text == "one"
+    with pytest.raises(InvalidMessageError):
+        await pool.send("c", 5)  # type: ignore[arg-type]  # the fault
     assert (await pool.owner("c"), (await other.ask("owner", conversation="c"))["answer"]) == (other.pid, other.pid)
     assert await pool.owner("nobody knows") is None
     assert await pool.sessions() == []
