@@ -19,8 +19,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = VENV / "hermes-pool-installed"
 LOCK = ROOT / "requirements.lock"
-PYTEST = ["pytest", "-n2", "--dist=worksteal"]
-"""Two tests at a time, because most of them wait for processes. Later arguments override this."""
+PYTEST = ["pytest", "-n3", "--dist=worksteal"]
+"""Three tests at a time, because most of them wait for processes. Later arguments override this."""
 LEAST, BELOW = (3, 11), (3, 14)  # Hermes Agent excludes 3.14
 INTERRUPTED = 130
 

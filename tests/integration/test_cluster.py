@@ -362,11 +362,16 @@ async def test_what_is_no_request_is_thrown_out(pool: HermesSessionManager, sett
     (pointer,) = Path(settings["state_dir"]).joinpath("doors").glob("*.lock")
     address = Path(pointer.read_text().partition("\n")[2])
     assert address.stat().st_mode & 0o777 == 0o600
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"\xff\xff\xff\xff", b"\0\0\0\1\xc0"):
+    # Each announces a frame that is too long, or is a frame of no message.
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000, b"\x7f\xff\xff\xff", b"\0\0\0\1\xc0"):
         reader, writer = await asyncio.open_unix_connection(address)
         writer.write(garbage)
-        assert await asyncio.wait_for(reader.read(), 5) == b""
-        writer.close()
+        try:
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
     assert (await pool.send("c", "/count")).text == "2"
 
 
