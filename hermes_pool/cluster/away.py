@@ -341,6 +341,11 @@ class _Carrier:
             outcome = MessageTooLargeError(
                 f"the message is too large: {error}", conversation_id=self._away.key.conversation_id
             )
+        except (TypeError, ValueError, OverflowError) as error:
+            outcome = InvalidMessageError(
+                f"its metadata cannot be sent to the process that answers it ({error}): use built-in types",
+                conversation_id=self._away.key.conversation_id,
+            )
         except asyncio.CancelledError:
             outcome = TurnCancelledError(
                 "the pool closed", sent=bool(turn.began_at), conversation_id=self._away.key.conversation_id
@@ -367,23 +372,23 @@ class _Carrier:
                 ended.set_result(None)
 
         link.on_frame, link.on_lost, self._link = heard, lost, link
-        link.send(
-            messages.Run(
-                key.conversation_id,
-                key.user_id,
-                turn.face,
-                turn.turn_id,
-                turn.is_clients,
-                turn.text,
-                dict(turn.metadata),
-                self._on_cancel,
-                turn.on_question is not None,
-                after_death,
-            )
-        )
-        if turn.ending is not None:
-            self.cancel(turn.ending)
         try:
+            link.send(
+                messages.Run(
+                    key.conversation_id,
+                    key.user_id,
+                    turn.face,
+                    turn.turn_id,
+                    turn.is_clients,
+                    turn.text,
+                    dict(turn.metadata),
+                    self._on_cancel,
+                    turn.on_question is not None,
+                    after_death,
+                )
+            )
+            if turn.ending is not None:
+                self.cancel(turn.ending)
             end = await host.unless_stopped(ended)
         except OwnerStoppedError as stopped:
             stopped.sent = True

@@ -961,7 +961,18 @@ class Session:
     # --- after a death ---
 
     def take_over(self, turn: wire.Turn) -> None:
-        """Have the next worker look for a turn in which the process that owned the conversation has died."""
+        """Have the next worker look for a turn in which the process that owned the conversation has died.
+
+        Raises ``TurnInterruptedError`` if a worker has opened the session already, so that nobody can look any more.
+        """
+        if not self.slot.is_empty:
+            raise TurnInterruptedError(
+                "the process that answered it has ended, and it is not known how far the turn had come: check what it "
+                "did before you send it again",
+                exit="ended with its host",
+                returncode=None,
+                conversation_id=self._id,
+            )
         self.metadata.left = LeftTurn(turn)
         self.metadata.open_turn_id = turn.turn_id
 

@@ -29,7 +29,7 @@ from tests.support import FAULTY, Faulty, OpenPool, known, quick, until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and the process table as Linux has them")
 
 T = TypeVar("T")
-LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", "spawn"])
+LAUNCHERS = pytest.mark.parametrize("launcher", ["zygote", pytest.param("spawn", marks=pytest.mark.slow)])
 
 
 def told(row: str, launcher: str, what: str) -> None:

@@ -267,10 +267,12 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 CASES = [
-    pytest.param(name, launcher, id=f"{name}-{launcher}")
+    pytest.param(name, "spawn" if row.is_worker else "zygote", id=f"{name}-{'spawn' if row.is_worker else 'zygote'}")
     for name, row in ROWS.items()
-    for launcher in ("zygote", "spawn")
-    if not (row.is_worker and launcher == "zygote")
+] + [
+    pytest.param(name, "spawn", id=f"{name}-spawn", marks=pytest.mark.slow)
+    for name, row in ROWS.items()
+    if not row.is_worker
 ]
 
 

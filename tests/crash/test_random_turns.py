@@ -21,7 +21,7 @@ finally:
 @pytest.mark.parametrize(
     ("launcher", "faults", "seed"),
     [
-        ("zygote", 80, 1),
+        ("zygote", 40, 1),
         pytest.param("spawn", 40, 2, marks=pytest.mark.slow),
         pytest.param("zygote", 2000, 3, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
         pytest.param("spawn", 2000, 4, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),

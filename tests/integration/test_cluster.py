@@ -125,6 +125,8 @@ async def test_any_process_answers_any_conversation_and_one_has_its_worker(
     assert (await pool.send("c", "/first")).text == "one"
     with pytest.raises(InvalidMessageError):
         await pool.send("c", 5)  # type: ignore[arg-type]  # the fault
+    with pytest.raises(InvalidMessageError, match="metadata"):
+        await (await pool.start("c", "hello", metadata={"what": object()})).reply()
     assert (await pool.owner("c"), (await other.ask("owner", conversation="c"))["answer"]) == (other.pid, other.pid)
     assert await pool.owner("nobody knows") is None
     assert await pool.sessions() == []
@@ -483,3 +485,22 @@ async def test_random_sends_and_kills_find_one_worker_and_one_history(
         count = int((await pool.send(name, "/count")).text)
         told = sum(text.startswith(f"{name} says") for text in ran)
         assert answered[name] <= count - 1 <= told, (name, answered[name], count, told)
+
+
+async def test_a_turn_whose_owner_was_killed_is_not_run_again_where_nobody_can_look_any_more(
+    open_pool: OpenPool, obedient: Obedient, member: Members, settings: dict[str, Any]
+) -> None:
+    """Another message was faster: its worker has opened the session, and knows nothing of the turn."""
+    settings |= obedient.settings()
+    pool = await open_pool(**settings, cluster="machine")
+    owner, other = await member(), await member()
+    await owner.send("c", "hello")
+    asking = asyncio.create_task(other.ask("send", conversation="c", text="wait for nothing"))
+    await until(lambda: "wait for nothing" in obedient.marks("begun"), "the turn to run")
+    other.process.send_signal(signal.SIGSTOP)
+    await owner.kill()
+    assert (await pool.send("c", "faster")).text == "faster"
+    other.process.send_signal(signal.SIGCONT)
+    told = (await asking)["error"]
+    assert (told["code"], told["retryable"], told["sent"]) == ("turn_interrupted", False, True)
+    assert obedient.marks("begun").count("wait for nothing") == 1
