@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import socket
 import sys
 from dataclasses import asdict, dataclass
@@ -63,13 +64,13 @@ class Identity:
     def condition(self) -> Condition:
         """Ask the kernel. What it does not say for certain counts as alive, or as elsewhere."""
         boot, namespace, host, machine = _surroundings()
-        if (self.host, self.machine) == (host, machine) and self.boot != boot:
-            return Condition.DEAD  # this machine was started anew since
+        if machine and boot and (self.host, self.machine) == (host, machine) and self.boot not in ("", boot):
+            return Condition.DEAD  # this machine was started anew since; one without a name of its own proves nothing
         if (self.boot, self.namespace) != (boot, namespace) or (not boot and self.host != host):
             return Condition.ELSEWHERE
         began = _began(self.pid)
         if began is None:
-            return Condition.ALIVE if psutil.pid_exists(self.pid) and _is_hidden(self.pid) else Condition.DEAD
+            return Condition.ALIVE if _exists(self.pid) else Condition.DEAD
         if began != self.began:
             return Condition.DEAD
         return _state(self.pid)
@@ -86,14 +87,27 @@ def _began(pid: int) -> str | None:
         return None
 
 
-def _is_hidden(pid: int) -> bool:
-    """Whether a process that exists keeps its state from this user (``hidepid``). A zombie hides nothing."""
+def _exists(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended. ``/proc`` may hide it (``hidepid``), a pidfd does not."""
+    if sys.platform == "linux":
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            return True  # nothing is known for certain
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            return not poll.poll(0)  # it is readable once the process has ended
+        finally:
+            os.close(descriptor)
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.AccessDenied:
-        return True
-    except psutil.Error:
+    except psutil.NoSuchProcess:
         return False
+    except psutil.Error:
+        return True
 
 
 def _state(pid: int) -> Condition:

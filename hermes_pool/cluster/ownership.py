@@ -234,7 +234,8 @@ class Ownership:
             elif condition is Condition.ELSEWHERE:
                 raise ConversationElsewhereError(
                     "a process on another machine, or in another container, answers it, and this one cannot reach it: "
-                    'cluster="machine" is for processes that see each other',
+                    'cluster="machine" is for processes that see each other. If that one is gone for good, delete the '
+                    f"row {claimed.owner.id!r} of hermes_pool_supervisor",
                     conversation_id=key.conversation_id,
                     address=claimed.owner.address,
                 )
