@@ -62,7 +62,7 @@ class Cancel(_Message, frozen=True):
 
 
 class Steer(_Message, frozen=True):
-    """Say something to the agent in the turn of this connection. Answered with ``Result``."""
+    """Say something to the agent in the turn of this connection."""
 
     text: str
 

@@ -263,14 +263,27 @@ def stored_turns(pool: HermesSessionManager, conversation: str) -> int | None:
     return int(rows[0][0]) if rows else None
 
 
+def is_unlocked(pool: HermesSessionManager) -> bool:
+    """Whether nobody writes to the database at the moment."""
+    path = pool.settings.state_dir / "hermes-pool.db"
+    with (
+        contextlib.closing(sqlite3.connect(path, timeout=0)) as database,
+        contextlib.suppress(sqlite3.OperationalError),
+    ):
+        database.execute("BEGIN IMMEDIATE")
+        return True
+    return False
+
+
 async def test_an_owner_that_is_stopped_keeps_its_conversation_and_is_told(
     pool: HermesSessionManager, member: Members
 ) -> None:
     other = await member()
     await other.send("c", "one")
     # A process that is stopped in a write to SQLite holds the lock of the database.
-    await until(lambda: stored_turns(pool, "c") == 1, "the turn to be stored")
-    await asyncio.sleep(0.1)  # and its transaction to be over
+    await until(
+        lambda: stored_turns(pool, "c") == 1 and is_unlocked(pool), "the turn to be stored, and nobody to write"
+    )
     other.process.send_signal(signal.SIGSTOP)
     with pytest.raises(OwnerStoppedError) as stopped:
         await asyncio.wait_for(pool.send("c", "two"), 10)
